@@ -1,0 +1,1 @@
+"""Generated protobuf and gRPC stubs; the build writes them, nobody edits them."""

@@ -1,0 +1,1 @@
+"""Types, units, errors and configuration that every other package may import."""

@@ -1,0 +1,172 @@
+"""Typed values that cross between `serving`/`control` and the engine; no protobuf above `link`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from freetokend.core.errors import Reason
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling settings; the defaults change nothing. `temperature` 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One sequence to generate, already validated and tokenized."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceUpdate:
+    """New tokens of one sequence and, on the last update, how it ended and what it used.
+
+    `token_ids` never contains the stop token; `completion_tokens` counts it.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error_reason: Reason | None = None
+    error_message: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class EngineState(StrEnum):
+    """The life of the engine as control sees it."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    RESTARTING = "restarting"
+    FAILED = "failed"  # the restart budget is spent, or a restart cannot help
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgress:
+    """How far the engine has come before it is ready. `stage` is the lower-case proto name."""
+
+    stage: str
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """What a ready engine says of itself (proto `Ready`)."""
+
+    model: str
+    device: str
+    device_name: str
+    backend: str
+    backend_reason: str
+    kernel: str
+    threads_count: int
+    servable_context_tokens: int
+    kv_bytes: int
+    pool_bytes: int
+    pool_page_bytes: int
+    pool_reattached: bool
+    attach_s: float
+    load_s: float
+    load_bytes_per_s: float
+    first_token_s: float
+    layers_count: int
+    moe_layers_count: int
+    experts_per_layer_count: int
+    bytes_per_expert: int
+    max_running_count: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters and gauges of the engine (proto `EngineStats`)."""
+
+    running_count: int = 0
+    waiting_count: int = 0
+    kv_pages_used_count: int = 0
+    kv_pages_total_count: int = 0
+    steps_count: int = 0
+    prefill_tokens_count: int = 0
+    decode_tokens_count: int = 0
+    step_s: float = 0.0
+    pool_pinned_bytes: int = 0
+    pool_bytes: int = 0
+    pin_s: float = 0.0
+    pin_done: bool = False
+    pin_note: str = ""
+    expert_executions_count: int = 0
+    preemptions_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """Everything control knows of the engine at one instant; immutable, cheap to take.
+
+    `last_progress_s` and `state_since_s` are `time.monotonic()` values. `cause` says why the last
+    engine died (empty: it never did).
+    """
+
+    state: EngineState
+    state_since_s: float
+    model: str
+    pid: int | None = None
+    description: EngineDescription | None = None
+    stats: EngineStats = EngineStats()
+    load: LoadProgress | None = None
+    busy: bool = False
+    last_progress_s: float = 0.0
+    restarts_count: int = 0
+    cause: str = ""
+    next_restart_s: float | None = None
+
+
+class EngineGateway(Protocol):
+    """What `serving` and `control` see of the engine. Owned by the control process's event loop."""
+
+    def snapshot(self) -> EngineSnapshot:
+        """The present state; never blocks."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[SequenceUpdate]:
+        """Submit and stream updates; the last one has `finish_reason`.
+
+        Raises `UnavailableError` (loading, draining, engine unavailable, queue full) before
+        anything was submitted. Engine death ends the stream with a `finish_reason` ERROR update
+        of reason ENGINE_FAILED. Closing the iterator (`aclose`) cancels within one step.
+        """
+        ...
+
+    async def changed(self, generation: int) -> int:
+        """Wait until the snapshot's generation exceeds `generation`; returns the new one."""
+        ...
