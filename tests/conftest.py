@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests marked `full` out of the ordinary run (deselected, so that nothing is skipped)."""
+    """Deselect tests marked `full` in the ordinary run, so that none counts as skipped."""
     if config.getoption("--full"):
         return
     chosen = [item for item in items if item.get_closest_marker("full") is None]
