@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 from freetokend.core.errors import Reason
+
+LINK_VERSION: Final = 1
+"""Rises with every incompatible change of link.proto; both ends must say the same."""
 
 
 class FinishReason(StrEnum):
@@ -59,6 +62,15 @@ class SequenceUpdate:
     completion_tokens: int = 0
 
 
+class LoadStage(StrEnum):
+    """The stages of `LoadProgress`, in order."""
+
+    ATTACH = "attach"
+    READ = "read"
+    PREPARE = "prepare"
+    WARM_UP = "warm_up"
+
+
 class EngineState(StrEnum):
     """The life of the engine as control sees it."""
 
@@ -73,7 +85,7 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """How far the engine has come before it is ready. `stage` is the lower-case proto name."""
+    """How far the engine has come before it is ready. `stage` is a value of `LoadStage`."""
 
     stage: str
     done_bytes: int
@@ -127,6 +139,97 @@ class EngineStats:
     pin_note: str = ""
     expert_executions_count: int = 0
     preemptions_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What control tells a new engine besides its command line (proto `Welcome`).
+
+    0 leaves the choice to the engine for `threads_count`, `kv_bytes` and `max_context_tokens`.
+    """
+
+    model: str
+    threads_count: int = 0
+    kv_bytes: int = 0
+    max_running_count: int = 64
+    max_waiting_count: int = 256
+    step_tokens: int = 512
+    max_context_tokens: int = 0
+    log_level: str = "info"
+    pin_pool: bool = True
+    backend: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The engine's first message: the secret of its spawn and what it is."""
+
+    token: str
+    link_version: int
+    pid: int
+    kind: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one engine step (or several, when control reads slowly) brought."""
+
+    step_index: int
+    outputs: tuple[SequenceUpdate, ...] = ()
+    stats: EngineStats = EngineStats()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Sent every second by a thread of its own; `progress_count` moves while work advances."""
+
+    progress_count: int
+    busy: bool
+    stats: EngineStats = EngineStats()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The engine's last words: why it is about to exit."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Drop this request; it is answered with `FinishReason.CANCELLED` if it still ran."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """Exit; with `drain`, finish the accepted requests first."""
+
+    drain: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetLogLevel:
+    """Change the engine's log level."""
+
+    level: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnected:
+    """Engine side only, never on the wire: the stream to control is gone, and why."""
+
+    cause: str
+
+
+EngineMessage = Hello | LoadProgress | EngineDescription | StepReport | Heartbeat | Failure
+"""What the engine sends."""
+
+ControlMessage = EngineSettings | GenerateRequest | Cancel | Shutdown | SetLogLevel
+"""What control sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
