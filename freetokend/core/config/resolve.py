@@ -1,0 +1,315 @@
+"""asked + facts -> decided. Pure: the same inputs give the same configuration and reasons."""
+
+from __future__ import annotations
+
+import math
+import posixpath
+from collections.abc import Mapping
+from typing import Final
+
+from freetokend.core.config.asked import DEFAULT, Config, Origin, Setting
+from freetokend.core.config.facts import EnvironmentFacts
+from freetokend.core.config.resolved import (
+    ControlConfig,
+    EngineConfig,
+    HttpConfig,
+    LogConfig,
+    ModelConfig,
+    PoolConfig,
+    ResolvedConfig,
+    ResolvedValue,
+    ServiceConfig,
+)
+from freetokend.core.config.schema import AUTO, SCHEMA, TomlScalar
+from freetokend.core.errors import ConfigError
+from freetokend.core.runtime_dir import ADMIN_SOCKET_NAME, MONITOR_SOCKET_NAME
+from freetokend.core.units import GIB, format_bytes
+
+# sun_path holds 108 bytes with its closing zero.
+_SOCKET_PATH_LIMIT_BYTES: Final = 107
+# What the rest of the machine and the daemon itself need beside the weights.
+_HEADROOM_BYTES: Final = GIB
+_HEADROOM_RATIO: Final = 0.1
+
+
+def resolve(
+    config: Config, facts: EnvironmentFacts, *, model_required: bool = True
+) -> ResolvedConfig:
+    """Decides every "auto" and checks what one key alone cannot tell.
+
+    `model_required` False is for engines that carry their own answers (scripted). Relative paths
+    of a file are taken from that file's directory, those of the command line from the working
+    directory. Raises `ConfigError` with every problem found.
+    """
+    decision = _Decision(config, facts)
+    decision.model(model_required)
+    decision.service()
+    decision.control()
+    decision.engine()
+    decision.pool_and_log()
+    decision.across_keys()
+    if decision.problems:
+        raise ConfigError(
+            "\n".join(sentence for _, sentence in decision.problems),
+            param=decision.problems[0][0],
+        )
+    return _built(decision.values, decision.details())
+
+
+class _Decision:
+    """The values decided so far; filled table by table, read once."""
+
+    def __init__(self, config: Config, facts: EnvironmentFacts) -> None:
+        self._config = config
+        self._facts = facts
+        self._reasons: dict[str, str] = {}
+        self.problems: list[tuple[str, str]] = []
+        self.values: dict[str, TomlScalar] = {
+            key: setting.value for key, setting in config.settings.items()
+        }
+
+    def details(self) -> tuple[ResolvedValue, ...]:
+        """One line per key of the schema."""
+        return tuple(
+            ResolvedValue(
+                key=key,
+                value=toml_literal(self.values[key]),
+                origin=str(self._setting(key).origin),
+                reason=self._reasons.get(key, ""),
+            )
+            for key in SCHEMA
+        )
+
+    def model(self, required: bool) -> None:
+        """The model's directory and public name."""
+        setting = self._config.get("model.path")
+        path = "" if setting is None else str(setting.value)
+        if path:
+            path = self._absolute(path, self._setting("model.path").origin)
+        elif required:
+            self._refuse(
+                "model.path",
+                'no model is configured: write path = "/directory/of/the/model" under [model], '
+                "or start with --model DIR",
+            )
+        self._set("model.path", path)
+        if not self.values["model.id"] and path:
+            self._set("model.id", posixpath.basename(path), "the directory's name")
+
+    def service(self) -> None:
+        """Directories of the service."""
+        facts = self._facts
+        self._directory("service.state_dir", facts.state_dir, facts.state_dir_reason)
+        self._directory("service.runtime_dir", facts.runtime_dir, facts.runtime_dir_reason)
+
+    def control(self) -> None:
+        """The two sockets; too long a path is refused here rather than by bind()."""
+        runtime_dir = str(self.values["service.runtime_dir"])
+        for key, name in (
+            ("control.admin_socket", ADMIN_SOCKET_NAME),
+            ("control.monitor_socket", MONITOR_SOCKET_NAME),
+        ):
+            self._directory(key, posixpath.join(runtime_dir, name), "in service.runtime_dir")
+            path = str(self.values[key])
+            if len(path.encode()) > _SOCKET_PATH_LIMIT_BYTES:
+                self._refuse(
+                    key,
+                    f"the socket's path {path} has {len(path.encode())} bytes and Linux allows "
+                    f"{_SOCKET_PATH_LIMIT_BYTES}; shorten {key} or service.runtime_dir",
+                )
+
+    def engine(self) -> None:
+        """Backend, threads and what is left to the engine."""
+        if self._is_auto("engine.backend"):
+            driver = self._facts.nvidia_driver
+            why = (
+                f"an NVIDIA driver ({driver}) is loaded, but this version computes on the CPU only"
+                if driver
+                else "no NVIDIA driver is loaded"
+            )
+            self._set("engine.backend", "cpu", why)
+        self._threads()
+        if self._is_auto("engine.kv_bytes"):
+            self._set(
+                "engine.kv_bytes",
+                0,
+                "0: sized by the engine from the model's bytes per token and the free memory",
+            )
+        if self._is_auto("engine.max_context_tokens"):
+            self._set(
+                "engine.max_context_tokens",
+                0,
+                "0: as long as the model and the memory for keys and values allow",
+            )
+
+    def _threads(self) -> None:
+        facts = self._facts
+        limit = max(1, facts.allowed_cpus_count)
+        limit_reason = f"this process may use {limit} CPUs"
+        if facts.cpu_quota_count is not None and math.ceil(facts.cpu_quota_count) < limit:
+            limit = max(1, math.ceil(facts.cpu_quota_count))
+            limit_reason = f"the control group grants {facts.cpu_quota_count:.3g} CPUs"
+        if self._is_auto("engine.threads"):
+            cores = max(1, facts.physical_cores_count)
+            if cores <= limit:
+                self._set("engine.threads", cores, "one per physical core of the allowed CPUs")
+            else:
+                self._set("engine.threads", limit, limit_reason)
+            return
+        asked = self._integer("engine.threads")
+        if asked > limit:
+            self._set("engine.threads", limit, f"{asked} were asked for, but {limit_reason}")
+
+    def pool_and_log(self) -> None:
+        """Where the weights lie, how much they may take, and how lines look."""
+        facts = self._facts
+        if self._is_auto("pool.directory"):
+            if facts.huge_tmpfs_dir is None:
+                self._set("pool.directory", "", "a memfd: no tmpfs for the pool is mounted")
+            else:
+                self._set("pool.directory", facts.huge_tmpfs_dir, "a tmpfs with huge pages")
+        elif self.values["pool.directory"]:
+            self._directory("pool.directory", "", "")
+        if self._is_auto("pool.max_bytes"):
+            self._pool_limit()
+        if self._is_auto("log.format"):
+            journal = facts.stderr_is_journal
+            self._set(
+                "log.format",
+                "journal" if journal else "text",
+                "standard error is the journal" if journal else "standard error is no journal",
+            )
+
+    def _pool_limit(self) -> None:
+        facts = self._facts
+        known = {
+            "the machine": facts.memory_total_bytes,
+            "the control group": facts.memory_limit_bytes,
+        }
+        limits = {who: size for who, size in known.items() if size is not None}
+        if not limits:
+            self._set("pool.max_bytes", 0, "0: the size of the machine's memory could not be read")
+            return
+        who = min(limits, key=lambda name: limits[name])
+        headroom_bytes = max(_HEADROOM_BYTES, int(limits[who] * _HEADROOM_RATIO))
+        self._set(
+            "pool.max_bytes",
+            max(0, limits[who] - headroom_bytes),
+            f"memory of {who} ({format_bytes(limits[who])}) less {format_bytes(headroom_bytes)}",
+        )
+
+    def across_keys(self) -> None:
+        """Rules between keys."""
+        step, running = (
+            self._integer("engine.step_tokens"),
+            self._integer("engine.max_running_count"),
+        )
+        if step < running:
+            self._refuse(
+                "engine.step_tokens",
+                f"engine.step_tokens = {step} cannot carry one token for each of "
+                f"engine.max_running_count = {running} requests; raise the one or lower the other",
+            )
+        if self.values["control.admin_socket"] == self.values["control.monitor_socket"]:
+            self._refuse(
+                "control.admin_socket",
+                "control.admin_socket and control.monitor_socket are the same path; the monitor "
+                "socket is open to everybody, so they must differ",
+            )
+
+    def _setting(self, key: str) -> Setting:
+        return self._config.get(key) or Setting(key=key, value="", origin=DEFAULT)
+
+    def _is_auto(self, key: str) -> bool:
+        return self.values[key] == AUTO
+
+    def _integer(self, key: str) -> int:
+        value = self.values[key]
+        assert isinstance(value, int)
+        return value
+
+    def _set(self, key: str, value: TomlScalar, reason: str = "") -> None:
+        self.values[key] = value
+        if reason:
+            self._reasons[key] = reason
+
+    def _refuse(self, key: str, sentence: str) -> None:
+        origin = self._setting(key).origin
+        where = "" if origin is DEFAULT else f"{origin}: "
+        self.problems.append((key, where + sentence))
+
+    def _directory(self, key: str, automatic: str, reason: str) -> None:
+        if self._is_auto(key):
+            self._set(key, automatic, reason)
+        elif not self.values[key]:
+            self._refuse(key, f'{key} is empty; write a path, or "auto"')
+        else:
+            self._set(key, self._absolute(str(self.values[key]), self._setting(key).origin))
+
+    def _absolute(self, path: str, origin: Origin) -> str:
+        if path == "~" or path.startswith("~/"):
+            path = self._facts.home_dir + path[1:]
+        base = self._facts.working_dir
+        if origin.file is not None:
+            base = posixpath.join(base, posixpath.dirname(origin.file))
+        return posixpath.normpath(posixpath.join(base, path))
+
+
+def toml_literal(value: TomlScalar) -> str:
+    """`value` as TOML text."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+            return '"' + "".join(_escaped(character) for character in escaped) + '"'
+        case _:
+            return repr(value)
+
+
+def _escaped(character: str) -> str:
+    control = ord(character) < 0x20 or ord(character) == 0x7F
+    return f"\\u{ord(character):04x}" if control else character
+
+
+def _built(values: Mapping[str, TomlScalar], details: tuple[ResolvedValue, ...]) -> ResolvedConfig:
+    def text(key: str) -> str:
+        return str(values[key])
+
+    def count(key: str) -> int:
+        return int(values[key])
+
+    return ResolvedConfig(
+        model=ModelConfig(path=text("model.path"), id=text("model.id")),
+        service=ServiceConfig(
+            ready=text("service.ready"),
+            drain_timeout_s=float(values["service.drain_timeout_s"]),
+            state_dir=text("service.state_dir"),
+            runtime_dir=text("service.runtime_dir"),
+        ),
+        http=HttpConfig(
+            host=text("http.host"),
+            port=count("http.port"),
+            max_body_bytes=count("http.max_body_bytes"),
+        ),
+        control=ControlConfig(
+            admin_socket=text("control.admin_socket"),
+            monitor_socket=text("control.monitor_socket"),
+            admin_group=text("control.admin_group"),
+        ),
+        engine=EngineConfig(
+            backend=text("engine.backend"),
+            threads=count("engine.threads"),
+            kv_bytes=count("engine.kv_bytes"),
+            max_context_tokens=count("engine.max_context_tokens"),
+            max_running_count=count("engine.max_running_count"),
+            max_waiting_count=count("engine.max_waiting_count"),
+            step_tokens=count("engine.step_tokens"),
+            restart_budget_count=count("engine.restart_budget_count"),
+            restart_window_s=float(values["engine.restart_window_s"]),
+            pin_pool=bool(values["engine.pin_pool"]),
+        ),
+        pool=PoolConfig(directory=text("pool.directory"), max_bytes=count("pool.max_bytes")),
+        log=LogConfig(level=text("log.level"), format=text("log.format")),
+        details=details,
+    )

@@ -1,0 +1,101 @@
+"""The configuration as decided: no "auto" is left, and every decision has its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedValue:
+    """One key for people: `value` is TOML text, `reason` says why an "auto" became it."""
+
+    key: str
+    value: str
+    origin: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """`path` is absolute; "" only where no model is required. `id` is never empty with a path."""
+
+    path: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """Absolute directories; `ready` is "token" or "listening"."""
+
+    ready: str
+    drain_timeout_s: float
+    state_dir: str
+    runtime_dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """Where HTTP listens; port 0 means any free one."""
+
+    host: str
+    port: int
+    max_body_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlConfig:
+    """Absolute socket paths; `admin_group` "" leaves the daemon's own group."""
+
+    admin_socket: str
+    monitor_socket: str
+    admin_group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """`kv_bytes` and `max_context_tokens` 0: the engine decides once it knows the model."""
+
+    backend: str
+    threads: int
+    kv_bytes: int
+    max_context_tokens: int
+    max_running_count: int
+    max_waiting_count: int
+    step_tokens: int
+    restart_budget_count: int
+    restart_window_s: float
+    pin_pool: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """`directory` "": a memfd. `max_bytes` 0: no limit is known."""
+
+    directory: str
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """`format` is "text" or "journal"."""
+
+    level: str
+    format: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """All tables, named as in the file, and the same values for display in `details`."""
+
+    model: ModelConfig
+    service: ServiceConfig
+    http: HttpConfig
+    control: ControlConfig
+    engine: EngineConfig
+    pool: PoolConfig
+    log: LogConfig
+    details: tuple[ResolvedValue, ...]
+
+    def values(self) -> list[ResolvedValue]:
+        """Every key in the order of the schema."""
+        return list(self.details)

@@ -1,0 +1,253 @@
+"""The configuration's schema: every key with its type, range, default and meaning, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from freetokend.core.units import GIB, KIB, MIB, TIB
+
+AUTO: Final = "auto"
+
+TomlScalar = str | int | float | bool
+
+
+class Kind(StrEnum):
+    """What a key's value is; the text is how an error message calls it."""
+
+    STRING = "a string"
+    BOOLEAN = "true or false"
+    INTEGER = "a whole number"
+    SECONDS = "a number of seconds"
+    BYTES = 'a number of bytes or a size such as "4GiB"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key. `default` None: it must be set. `auto`: "auto" is accepted, `resolve` decides."""
+
+    name: str
+    kind: Kind
+    doc: str
+    default: TomlScalar | None
+    auto: bool = False
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> str:
+        """The TOML table: "http" of "http.port"."""
+        return self.name.partition(".")[0]
+
+    @property
+    def leaf(self) -> str:
+        """The name inside the table: "port" of "http.port"."""
+        return self.name.partition(".")[2]
+
+    def allowed(self) -> str:
+        """What may be written, for messages and the manual: 'a whole number from 1 to 64'."""
+        if self.choices:
+            return "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
+        text = self.kind.value
+        if self.minimum is not None and self.maximum is not None:
+            text += f" from {self.minimum:.12g} to {self.maximum:.12g}"
+        elif self.minimum is not None:
+            text += f", at least {self.minimum:.12g}"
+        return f'{text}, or "{AUTO}"' if self.auto else text
+
+
+def _string(
+    name: str, default: str | None, doc: str, *, auto: bool = False, choices: tuple[str, ...] = ()
+) -> Key:
+    return Key(name=name, kind=Kind.STRING, doc=doc, default=default, auto=auto, choices=choices)
+
+
+def _number(
+    name: str,
+    kind: Kind,
+    default: TomlScalar,
+    limits: tuple[float, float],
+    doc: str,
+    *,
+    auto: bool = False,
+) -> Key:
+    low, high = limits
+    return Key(name=name, kind=kind, doc=doc, default=default, auto=auto, minimum=low, maximum=high)
+
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+_KEYS: Final = (
+    _string(
+        "model.path",
+        None,
+        "Directory of the model: an FTW directory, or a Hugging Face checkpoint.",
+    ),
+    _string(
+        "model.id",
+        "",
+        "Name under which clients ask for the model; empty: the directory's name.",
+    ),
+    _string(
+        "service.ready",
+        "token",
+        'When the service reports ready: "token" (one can be produced) or "listening" (at once).',
+        choices=("token", "listening"),
+    ),
+    _number(
+        "service.drain_timeout_s",
+        Kind.SECONDS,
+        30,
+        (0, 3600),
+        "How long a stop waits for running requests before it ends them.",
+    ),
+    _string(
+        "service.state_dir",
+        AUTO,
+        "Directory for what must survive a restart.",
+        auto=True,
+    ),
+    _string(
+        "service.runtime_dir",
+        AUTO,
+        "Directory for sockets; it may be deleted while the service is stopped.",
+        auto=True,
+    ),
+    _string(
+        "http.host",
+        "127.0.0.1",
+        "Address of the HTTP interface; anything but loopback opens it to the network.",
+    ),
+    _number(
+        "http.port",
+        Kind.INTEGER,
+        8440,
+        (0, 65535),
+        "TCP port of the HTTP interface; 0: any free port, shown by `freetokenctl status`.",
+    ),
+    _number(
+        "http.max_body_bytes",
+        Kind.BYTES,
+        8 * MIB,
+        (KIB, GIB),
+        "Largest request body; larger ones are refused with 413.",
+    ),
+    _string(
+        "control.admin_socket",
+        AUTO,
+        "Unix socket for reading and changing (mode 0660).",
+        auto=True,
+    ),
+    _string(
+        "control.monitor_socket",
+        AUTO,
+        "Unix socket for reading only (mode 0666).",
+        auto=True,
+    ),
+    _string(
+        "control.admin_group",
+        "",
+        "Group that owns the admin socket; empty: the daemon's own group.",
+    ),
+    _string(
+        "engine.backend",
+        AUTO,
+        "What computes the model.",
+        choices=(AUTO, "cpu"),
+        auto=True,
+    ),
+    _number(
+        "engine.threads",
+        Kind.INTEGER,
+        AUTO,
+        (1, 1024),
+        "Threads of the CPU executor.",
+        auto=True,
+    ),
+    _number(
+        "engine.kv_bytes",
+        Kind.BYTES,
+        AUTO,
+        (MIB, TIB),
+        "Memory for attention keys and values of all running requests.",
+        auto=True,
+    ),
+    _number(
+        "engine.max_context_tokens",
+        Kind.INTEGER,
+        AUTO,
+        (16, 2**24),
+        "Longest prompt plus answer that one request may have.",
+        auto=True,
+    ),
+    _number(
+        "engine.max_running_count",
+        Kind.INTEGER,
+        64,
+        (1, 1024),
+        "Requests computed together.",
+    ),
+    _number(
+        "engine.max_waiting_count",
+        Kind.INTEGER,
+        256,
+        (0, 65536),
+        "Requests that may wait for a place; more are refused with 429.",
+    ),
+    _number(
+        "engine.step_tokens",
+        Kind.INTEGER,
+        512,
+        (1, 65536),
+        "Tokens computed in one step, prompt chunks and answers together.",
+    ),
+    _number(
+        "engine.restart_budget_count",
+        Kind.INTEGER,
+        5,
+        (0, 1000),
+        "Engine restarts within restart_window_s before the service gives up.",
+    ),
+    _number(
+        "engine.restart_window_s",
+        Kind.SECONDS,
+        300,
+        (1, 86400),
+        "Time over which restart_budget_count counts.",
+    ),
+    Key(
+        name="engine.pin_pool",
+        kind=Kind.BOOLEAN,
+        doc="Keep the model's weights from being swapped out.",
+        default=True,
+    ),
+    _string(
+        "pool.directory",
+        AUTO,
+        "Directory on a tmpfs mounted with huge=advise for the weights in memory; empty: a memfd.",
+        auto=True,
+    ),
+    _number(
+        "pool.max_bytes",
+        Kind.BYTES,
+        AUTO,
+        (MIB, 1024 * TIB),
+        "Most memory that the model's weights may take.",
+        auto=True,
+    ),
+    _string("log.level", "info", "Least severe line that is logged.", choices=LOG_LEVELS),
+    _string(
+        "log.format",
+        AUTO,
+        'How lines look: "text" for people, "journal" with priority prefixes for systemd.',
+        choices=(AUTO, "text", "journal"),
+        auto=True,
+    ),
+)
+
+SCHEMA: Final[Mapping[str, Key]] = MappingProxyType({key.name: key for key in _KEYS})
+TABLES: Final[tuple[str, ...]] = tuple(dict.fromkeys(key.table for key in _KEYS))
