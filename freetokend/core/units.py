@@ -22,7 +22,7 @@ _BYTE_UNITS: Final[dict[str, int]] = {
     "GB": 10**9,
     "TB": 10**12,
 }
-_BYTES: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_BYTES: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(text: str) -> int:

@@ -1,0 +1,180 @@
+"""From asked to decided: every automatic value, its reason, and the rules between keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freetokend.core.config import (
+    EnvironmentFacts,
+    ResolvedConfig,
+    gather_facts,
+    load_config,
+    resolve,
+)
+from freetokend.core.config.resolve import toml_literal
+from freetokend.core.config.schema import AUTO, SCHEMA
+from freetokend.core.errors import ConfigError
+from freetokend.core.units import GIB
+
+FACTS = EnvironmentFacts(
+    runtime_dir="/run/user/7/freetokend",
+    runtime_dir_reason="XDG_RUNTIME_DIR of this user",
+    state_dir="/home/u/.local/state/freetokend",
+    state_dir_reason="below this user's home directory",
+    working_dir="/work",
+    home_dir="/home/u",
+    stderr_is_journal=False,
+    allowed_cpus_count=16,
+    physical_cores_count=8,
+    cpu_quota_count=None,
+    memory_total_bytes=64 * GIB,
+    memory_limit_bytes=None,
+    huge_tmpfs_dir=None,
+    nvidia_driver="",
+)
+
+
+def decided(
+    asked: dict[str, object] | None = None, file: Path | None = None, **facts: object
+) -> ResolvedConfig:
+    overrides = {"model.path": "/models/m", **(asked or {})}
+    config = load_config(
+        file,
+        overrides={key: value for key, value in overrides.items() if value is not None},
+        vendor_file=Path("/nonexistent"),
+        system_file=Path("/nonexistent/freetokend.toml"),
+    )
+    return resolve(config, dataclasses.replace(FACTS, **facts))  # type: ignore[arg-type]
+
+
+def reason(resolved: ResolvedConfig, key: str) -> str:
+    return next(value.reason for value in resolved.values() if value.key == key)
+
+
+def test_no_auto_is_left_and_every_auto_has_a_reason() -> None:
+    resolved = decided()
+    assert [value.key for value in resolved.values()] == list(SCHEMA)
+    for value in resolved.values():
+        assert value.value != toml_literal(AUTO)
+        assert bool(value.reason) == (SCHEMA[value.key].auto or value.key == "model.id")
+
+
+def test_the_shown_values_are_the_used_ones() -> None:
+    resolved = decided({"engine.kv_bytes": "2GiB", "engine.pin_pool": False})
+    for value in resolved.values():
+        table, leaf = value.key.split(".")
+        used = getattr(getattr(resolved, table), leaf)
+        assert tomllib.loads(f"x = {value.value}")["x"] == used
+
+
+@pytest.mark.parametrize(
+    ("asked", "facts", "threads", "why"),
+    [
+        ("auto", {}, 8, "one per physical core"),
+        ("auto", {"allowed_cpus_count": 4}, 4, "may use 4 CPUs"),
+        ("auto", {"cpu_quota_count": 2.5}, 3, "grants 2.5 CPUs"),
+        ("auto", {"cpu_quota_count": 0.1}, 1, "grants 0.1 CPUs"),
+        ("auto", {"cpu_quota_count": 64.0}, 8, "one per physical core"),
+        ("auto", {"allowed_cpus_count": 1, "physical_cores_count": 0}, 1, "one per physical core"),
+        (12, {}, 12, ""),
+        (64, {}, 16, "64 were asked for, but this process may use 16 CPUs"),
+    ],
+)
+def test_threads(asked: object, facts: dict[str, object], threads: int, why: str) -> None:
+    resolved = decided({"engine.threads": asked}, **facts)
+    assert resolved.engine.threads == threads
+    assert why in reason(resolved, "engine.threads")
+
+
+@pytest.mark.parametrize(
+    ("facts", "limit_bytes", "why"),
+    [
+        ({}, 64 * GIB - int(6.4 * GIB), "memory of the machine (64 GiB) less 6.4 GiB"),
+        ({"memory_limit_bytes": 4 * GIB}, 3 * GIB, "the control group (4 GiB) less 1 GiB"),
+        ({"memory_limit_bytes": 1}, 0, "the control group"),
+        ({"memory_total_bytes": None}, 0, "could not be read"),
+    ],
+)
+def test_pool_limit(facts: dict[str, object], limit_bytes: int, why: str) -> None:
+    resolved = decided(**facts)
+    assert resolved.pool.max_bytes == limit_bytes
+    assert why in reason(resolved, "pool.max_bytes")
+
+
+def test_a_loaded_gpu_driver_that_is_not_used_is_said() -> None:
+    resolved = decided(nvidia_driver="580.65.06")
+    assert resolved.engine.backend == "cpu"
+    assert "580.65.06" in reason(resolved, "engine.backend")
+    assert reason(decided(), "engine.backend") == "no NVIDIA driver is loaded"
+
+
+def test_pool_directory_and_log_format() -> None:
+    assert decided().pool.directory == ""
+    assert decided(huge_tmpfs_dir="/run/pool").pool.directory == "/run/pool"
+    assert decided({"pool.directory": ""}, huge_tmpfs_dir="/run/pool").pool.directory == ""
+    assert decided().log.format == "text"
+    assert decided(stderr_is_journal=True).log.format == "journal"
+
+
+def test_sockets_follow_the_runtime_directory() -> None:
+    resolved = decided({"service.runtime_dir": "run"})
+    assert resolved.control.admin_socket == "/work/run/admin.sock"
+    assert resolved.control.monitor_socket == "/work/run/monitor.sock"
+
+
+def test_relative_paths_of_a_file_start_at_that_file(tmp_path: Path) -> None:
+    file = tmp_path / "freetokend.toml"
+    file.write_text("[model]\npath = '../m'\n[service]\nstate_dir = '~/s'\n")
+    resolved = decided({"model.path": None}, file)
+    assert resolved.model.path == str(tmp_path.parent / "m")
+    assert resolved.model.id == "m"
+    assert resolved.service.state_dir == "/home/u/s"
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"model.path": None}, "no model is configured"),
+        ({"engine.step_tokens": 8}, "cannot carry one token for each"),
+        ({"service.runtime_dir": "/" + "d" * 110}, "Linux allows 107"),
+        ({"service.state_dir": ""}, "command line: service.state_dir is empty"),
+        (
+            {"control.admin_socket": "/s", "control.monitor_socket": "/x/../s"},
+            "are the same path",
+        ),
+    ],
+)
+def test_rules_between_keys(asked: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decided(asked)
+    assert sentence in caught.value.message
+
+
+def test_no_model_is_needed_for_an_engine_with_its_own_answers() -> None:
+    config = load_config(
+        vendor_file=Path("/nonexistent"), system_file=Path("/nonexistent/freetokend.toml")
+    )
+    assert resolve(config, FACTS, model_required=False).model.path == ""
+
+
+@given(st.text())
+def test_toml_literals_read_back(text: str) -> None:
+    try:
+        assert tomllib.loads(f"x = {toml_literal(text)}")["x"] == text
+    except UnicodeEncodeError:
+        pytest.fail("a literal must be text")
+
+
+def test_facts_of_this_machine() -> None:
+    facts = gather_facts()
+    assert 1 <= facts.physical_cores_count <= facts.allowed_cpus_count
+    assert facts.memory_total_bytes is not None
+    assert facts.memory_total_bytes > GIB // 4
+    assert Path(facts.runtime_dir).is_absolute()
+    assert Path(facts.state_dir).is_absolute()
