@@ -1,11 +1,12 @@
 """The torch-typed contracts between `models`, `experts`, `kvcache` and `engine`.
 
-Shapes: T tokens of one step, S sequences, H hidden size, k experts per token, Nq/Nkv heads, D head
-size. All tokens of a step are flattened; which sequence a token belongs to is the KvView's business.
-Numerics (the contract of the design): an output element depends on its own row and token only, never
-on batch, chunking, threads or residency. Residual stream and router are fp32; inputs of matrix
-products are `activation_dtype` (bf16 when serving, fp32 or fp64 in reference runs); sums are fp32
-(fp64 in a fp64 run).
+Shapes: T tokens of one step, S sequences, H hidden size, k experts per token, Nq/Nkv heads, D
+head size. All tokens of a step are flattened; which sequence a token belongs to is the KvView's
+business. Where a docstring says fp32, a fp64 run has fp64 (`WeightSource.accumulator_dtype`).
+Numerics (the contract of the design): an output element depends on its own row and token only,
+never on batch, chunking, threads or residency. Residual stream and router are fp32; inputs of
+matrix products are `activation_dtype` (bf16 when serving, fp32 or fp64 in reference runs); sums are
+fp32 (fp64 in a fp64 run).
 """
 
 from __future__ import annotations
@@ -62,26 +63,34 @@ class Norm(Protocol):
 class WeightSource(Protocol):
     """Where a model gets its non-expert weights from, by Hugging Face module name (no suffix).
 
-    Every tensor must be consumed exactly once; `check_consumed` raises ModelDataError naming
-    leftovers. Implementations: the FTW region in the pool (native kernels, bf16), a state dict of
-    plain tensors (torch kernels, any dtype; reference runs and GPU).
+    The model states the shape it expects and whether there is a bias; ModelDataError names a tensor
+    that is missing, of another shape, or asked for twice. `check_consumed` raises ModelDataError
+    naming leftovers. Implementations: the FTW region in the pool (native kernels, bf16), a state
+    dict of plain tensors (torch kernels, any dtype; reference runs and GPU).
     """
 
     @property
     def activation_dtype(self) -> torch.dtype: ...
 
-    def linear(self, name: str) -> Linear: ...
+    @property
+    def accumulator_dtype(self) -> torch.dtype:
+        """Dtype of sums and of the residual stream: fp32, in a fp64 run fp64."""
+        ...
 
-    def embedding(self, name: str) -> Embedding: ...
+    def linear(
+        self, name: str, *, in_features: int, out_features: int, bias: bool = False
+    ) -> Linear: ...
 
-    def tied_linear(self, name: str) -> Linear:
+    def embedding(self, name: str, *, rows: int, features: int) -> Embedding: ...
+
+    def tied_linear(self, name: str, *, in_features: int, out_features: int) -> Linear:
         """The output projection that shares the embedding's matrix (tie_word_embeddings)."""
         ...
 
-    def norm(self, name: str, eps: float) -> Norm: ...
+    def norm(self, name: str, *, size: int, eps: float) -> Norm: ...
 
-    def router(self, name: str) -> torch.Tensor:
-        """Router matrix, fp32 [experts, H]."""
+    def router(self, name: str, *, in_features: int, experts_count: int) -> Linear:
+        """Router logits: weights and sums in the accumulator dtype, never rounded to bf16."""
         ...
 
     def check_consumed(self) -> None: ...
@@ -99,7 +108,7 @@ class ExpertDispatch(Protocol):
     ) -> torch.Tensor:
         """x: activation_dtype [T, H]; expert_ids: int32 [T, k]; weights: fp32 [T, k].
 
-        Returns fp32 [T, H]: sum over k, in routed order, of weights * expert(x).
+        Returns fp32 [T, H]: sum over k, in routed order, of weights * expert(x). All contiguous.
         """
         ...
 
@@ -118,7 +127,8 @@ class KvView(Protocol):
         """Store k, v of this step's tokens, then causal attention with grouped queries.
 
         q: fp32 [T, Nq, D] (rope applied); k, v: fp32 [T, Nkv, D]. Returns activation_dtype
-        [T, Nq * D]. Keys and values are kept in the cache's dtype (bf16 when serving).
+        [T, Nq * D], contiguous as q, k and v are. Keys and values are kept in the cache's dtype
+        (bf16 when serving).
         """
         ...
 
