@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
@@ -261,7 +261,7 @@ class EngineGateway(Protocol):
         """The present state; never blocks."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[SequenceUpdate]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[SequenceUpdate, None]:
         """Submit and stream updates; the last one has `finish_reason`.
 
         Raises `UnavailableError` (loading, draining, engine unavailable, queue full) before
