@@ -1,0 +1,1 @@
+"""The engine process: composition root, attach, warm-up, main loop. Import `main` only."""

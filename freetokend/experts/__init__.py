@@ -1,0 +1,1 @@
+"""Routed experts: where a record lies and who executes it."""

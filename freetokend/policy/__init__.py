@@ -1,0 +1,1 @@
+"""Pure decisions over values: no clocks, no logs, no input or output."""

@@ -1,0 +1,98 @@
+"""Host memory preflight: does what the service wants fit, before a byte is read?
+
+Pure arithmetic over measured values. `None` means "no such limit"; an unknown MemAvailable is not
+a number either and is refused rather than guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from freetokend.core.errors import Reason, ResourceError
+
+GIB: Final = 1 << 30
+# The household's other programs: below this the kernel starts to reclaim file caches in earnest.
+DEFAULT_HEADROOM_BYTES: Final = 768 << 20
+
+
+def gib(value_bytes: int) -> str:
+    """Bytes for people, in GiB with two digits."""
+    return f"{value_bytes / GIB:.2f} GiB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """What the machine allows this service to take now.
+
+    mem_available_bytes: MemAvailable. cgroup_available_bytes: the tightest memory.max - usage on
+    the way up, or None when there is no limit. cap_bytes: the configured cap on the pool, or None.
+    """
+
+    mem_available_bytes: int
+    cgroup_available_bytes: int | None = None
+    cap_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryDemand:
+    """What the service wants. pool_paid_bytes: pool pages that already hold memory (re-attach)."""
+
+    pool_bytes: int
+    pool_paid_bytes: int = 0
+    kv_bytes: int = 0
+    workspace_bytes: int = 0
+    headroom_bytes: int = DEFAULT_HEADROOM_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPreflight:
+    """The verdict: what is still to be taken, the tightest limit, what is left, the arithmetic."""
+
+    fits: bool
+    needed_bytes: int
+    limit_bytes: int
+    limit_name: str
+    left_bytes: int
+    arithmetic: str
+
+
+def host_memory_preflight(memory: HostMemory, demand: MemoryDemand) -> MemoryPreflight:
+    """Compare the demand that is not yet paid with min(MemAvailable, cgroup) and the pool cap."""
+    unpaid_pool_bytes = max(demand.pool_bytes - demand.pool_paid_bytes, 0)
+    needed_bytes = (
+        unpaid_pool_bytes + demand.kv_bytes + demand.workspace_bytes + demand.headroom_bytes
+    )
+    limit_bytes, limit_name = memory.mem_available_bytes, "MemAvailable"
+    cgroup_bytes = memory.cgroup_available_bytes
+    if cgroup_bytes is not None and cgroup_bytes < limit_bytes:
+        limit_bytes, limit_name = cgroup_bytes, "the cgroup's memory limit"
+    arithmetic = (
+        f"pool {gib(unpaid_pool_bytes)} + KV {gib(demand.kv_bytes)} + workspace "
+        f"{gib(demand.workspace_bytes)} + headroom {gib(demand.headroom_bytes)} = "
+        f"{gib(needed_bytes)}, {limit_name} allows {gib(limit_bytes)}"
+    )
+    fits = needed_bytes <= limit_bytes
+    if memory.cap_bytes is not None and demand.pool_bytes > memory.cap_bytes:
+        fits, limit_bytes, limit_name = False, memory.cap_bytes, "pool.max_bytes"
+        arithmetic = f"pool {gib(demand.pool_bytes)}, pool.max_bytes allows {gib(memory.cap_bytes)}"
+    return MemoryPreflight(
+        fits=fits,
+        needed_bytes=needed_bytes,
+        limit_bytes=limit_bytes,
+        limit_name=limit_name,
+        left_bytes=limit_bytes - needed_bytes,
+        arithmetic=arithmetic,
+    )
+
+
+def require_host_memory(memory: HostMemory, demand: MemoryDemand) -> MemoryPreflight:
+    """As `host_memory_preflight`; raises ResourceError with the arithmetic if it does not fit."""
+    preflight = host_memory_preflight(memory, demand)
+    if not preflight.fits:
+        raise ResourceError(
+            f"The model does not fit in this machine's memory: {preflight.arithmetic}. "
+            "Close other programs, raise the limit, or choose a smaller model.",
+            reason=Reason.HOST_MEMORY,
+        )
+    return preflight

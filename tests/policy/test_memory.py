@@ -1,0 +1,71 @@
+"""Host memory preflight: the tightest limit decides, and the sentence holds the sum."""
+
+from __future__ import annotations
+
+import pytest
+
+from freetokend.core.errors import Reason, ResourceError
+from freetokend.policy.memory import (
+    HostMemory,
+    MemoryDemand,
+    host_memory_preflight,
+    require_host_memory,
+)
+
+GIB = 1 << 30
+
+
+def wants(pool: int, paid: int = 0) -> MemoryDemand:
+    return MemoryDemand(
+        pool_bytes=pool * GIB,
+        pool_paid_bytes=paid * GIB,
+        kv_bytes=2 * GIB,
+        workspace_bytes=GIB,
+        headroom_bytes=GIB,
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory", "demand", "fits", "limit_name"),
+    [
+        (HostMemory(mem_available_bytes=14 * GIB), wants(10), True, "MemAvailable"),
+        (HostMemory(mem_available_bytes=14 * GIB - 1), wants(10), False, "MemAvailable"),
+        (
+            HostMemory(mem_available_bytes=99 * GIB, cgroup_available_bytes=13 * GIB),
+            wants(10),
+            False,
+            "the cgroup's memory limit",
+        ),
+        (
+            HostMemory(mem_available_bytes=14 * GIB, cgroup_available_bytes=99 * GIB),
+            wants(10),
+            True,
+            "MemAvailable",
+        ),
+        # a pool that was found in memory is paid already
+        (HostMemory(mem_available_bytes=4 * GIB), wants(10, paid=10), True, "MemAvailable"),
+        (HostMemory(mem_available_bytes=4 * GIB), wants(10, paid=99), True, "MemAvailable"),
+        (
+            HostMemory(mem_available_bytes=99 * GIB, cap_bytes=10 * GIB - 1),
+            wants(10),
+            False,
+            "pool.max_bytes",
+        ),
+        (HostMemory(mem_available_bytes=99 * GIB, cap_bytes=10 * GIB), wants(10), True, ""),
+    ],
+)
+def test_preflight(memory: HostMemory, demand: MemoryDemand, fits: bool, limit_name: str) -> None:
+    preflight = host_memory_preflight(memory, demand)
+    assert preflight.fits is fits
+    if limit_name:
+        assert preflight.limit_name == limit_name
+
+
+def test_the_refusal_holds_the_arithmetic() -> None:
+    with pytest.raises(ResourceError) as caught:
+        require_host_memory(HostMemory(mem_available_bytes=8 * GIB), wants(10))
+    assert caught.value.reason is Reason.HOST_MEMORY
+    assert (
+        "pool 10.00 GiB + KV 2.00 GiB + workspace 1.00 GiB + headroom 1.00 GiB = 14.00 GiB, "
+        "MemAvailable allows 8.00 GiB" in caught.value.message
+    )
