@@ -27,6 +27,12 @@ _LEVELS: Final = {
     "error": logging.ERROR,
 }
 _FIELDS: Final = "freetokend_fields"
+# What every record has; the rest of its attributes came in through `extra`.
+_RECORD_KEYS: Final = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "taskName",
+}
 
 FieldValue = str | int | float | bool | None
 
@@ -125,10 +131,10 @@ class _EventFormatter(logging.Formatter):
     def event_text(self, record: logging.LogRecord) -> str:
         """Source, event, fields; one line, but for a traceback."""
         source = record.name.removeprefix(f"{ROOT}.")
-        fields: dict[str, FieldValue] = getattr(record, _FIELDS, {})
-        # The event of a foreign logger is free text and may hold line breaks.
+        fields = _fields_of(record)
+        # The message of a library is free text and may hold line breaks.
         event = record.getMessage()
-        event = event if fields or event.isprintable() else _quoted(event)
+        event = event if event.isprintable() else _quoted(event)
         text = " ".join([source, event, *(f"{k}={_value_text(v)}" for k, v in fields.items())])
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
@@ -146,6 +152,17 @@ class _JournalFormatter(_EventFormatter):
         prefix = f"<{_priority(record.levelno)}>"
         # The journal reads a prefix per line, so that each line of a traceback needs one.
         return "\n".join(prefix + line for line in self.event_text(record).split("\n"))
+
+
+def _fields_of(record: logging.LogRecord) -> dict[str, FieldValue]:
+    """The fields of an `EventLogger`, or what a plain logger was given as `extra`."""
+    given: dict[str, FieldValue] | None = getattr(record, _FIELDS, None)
+    if given is not None:
+        return given
+    extra = {key: value for key, value in vars(record).items() if key not in _RECORD_KEYS}
+    return {
+        key: v if isinstance(v, str | int | float | None) else str(v) for key, v in extra.items()
+    }
 
 
 def _priority(level: int) -> int:

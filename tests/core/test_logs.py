@@ -72,6 +72,12 @@ def test_a_value_cannot_forge_a_line_or_a_field() -> None:
     assert stream.getvalue().count("\n") == 2
 
 
+def test_plain_loggers_of_ours_may_give_fields_as_extra() -> None:
+    _, stream = lines("journal")
+    logging.getLogger("freetokend.x").error("engine-died", extra={"cause": "oom", "reason": "a b"})
+    assert stream.getvalue() == '<3>x engine-died cause=oom reason="a b"\n'
+
+
 def test_the_level_filters_our_lines_and_libraries_stay_quiet() -> None:
     log, stream = lines("text", level="warning")
     log.info("hidden")
