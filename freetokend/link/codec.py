@@ -1,0 +1,382 @@
+"""link.proto messages to values and back.
+
+Total in both directions: every value has one encoding, every well-formed message one value, and
+what is not well-formed (an empty oneof, an unknown enum number or reason) is a `LinkProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, assert_never
+
+from freetokend.api.link.v1 import link_pb2 as pb
+from freetokend.core.errors import InternalError, Reason
+from freetokend.link.messages import (
+    Cancel,
+    ControlMessage,
+    EngineDescription,
+    EngineMessage,
+    EngineSettings,
+    EngineStats,
+    Failure,
+    FinishReason,
+    GenerateRequest,
+    Heartbeat,
+    Hello,
+    LoadProgress,
+    LoadStage,
+    Sampling,
+    SequenceUpdate,
+    SetLogLevel,
+    Shutdown,
+    StepReport,
+)
+
+
+class LinkProtocolError(InternalError):
+    """The other end of the link sent something that no build of ours sends."""
+
+
+_STAGES: Final[Mapping[str, pb.LoadStage]] = MappingProxyType(
+    {
+        LoadStage.ATTACH: pb.LOAD_STAGE_ATTACH,
+        LoadStage.READ: pb.LOAD_STAGE_READ,
+        LoadStage.PREPARE: pb.LOAD_STAGE_PREPARE,
+        LoadStage.WARM_UP: pb.LOAD_STAGE_WARM_UP,
+    }
+)
+_STAGE_NAMES: Final[Mapping[int, str]] = MappingProxyType({v: str(k) for k, v in _STAGES.items()})
+_FINISHES: Final[Mapping[FinishReason | None, pb.FinishReason]] = MappingProxyType(
+    {
+        None: pb.FINISH_REASON_UNSPECIFIED,
+        FinishReason.STOP: pb.FINISH_REASON_STOP,
+        FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+        FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+        FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+    }
+)
+_FINISH_VALUES: Final[Mapping[int, FinishReason | None]] = MappingProxyType(
+    {v: k for k, v in _FINISHES.items()}
+)
+
+
+def encode_engine_message(message: EngineMessage) -> pb.EngineMessage:
+    """Engine to control. Raises `LinkProtocolError` for a load stage that does not exist."""
+    match message:
+        case Hello():
+            return pb.EngineMessage(
+                hello=pb.Hello(
+                    token=message.token,
+                    link_version=message.link_version,
+                    pid=message.pid,
+                    kind=message.kind,
+                    version=message.version,
+                )
+            )
+        case LoadProgress():
+            stage = _STAGES.get(message.stage)
+            if stage is None:
+                raise LinkProtocolError(f"load stage {message.stage!r} does not exist")
+            return pb.EngineMessage(
+                load_progress=pb.LoadProgress(
+                    stage=stage, done_bytes=message.done_bytes, total_bytes=message.total_bytes
+                )
+            )
+        case EngineDescription():
+            return pb.EngineMessage(ready=_encode_description(message))
+        case StepReport():
+            return pb.EngineMessage(
+                step_report=pb.StepReport(
+                    step_index=message.step_index,
+                    outputs=[_encode_update(update) for update in message.outputs],
+                    stats=_encode_stats(message.stats),
+                )
+            )
+        case Heartbeat():
+            return pb.EngineMessage(
+                heartbeat=pb.Heartbeat(
+                    progress_count=message.progress_count,
+                    busy=message.busy,
+                    stats=_encode_stats(message.stats),
+                )
+            )
+        case Failure():
+            return pb.EngineMessage(
+                failure=pb.Failure(reason=str(message.reason), message=message.message)
+            )
+        case _:
+            assert_never(message)
+
+
+def decode_engine_message(message: pb.EngineMessage) -> EngineMessage:
+    """Control's side of `encode_engine_message`. Raises `LinkProtocolError`."""
+    match message.WhichOneof("body"):
+        case "hello":
+            hello = message.hello
+            return Hello(
+                token=hello.token,
+                link_version=hello.link_version,
+                pid=hello.pid,
+                kind=hello.kind,
+                version=hello.version,
+            )
+        case "load_progress":
+            load = message.load_progress
+            stage = _STAGE_NAMES.get(load.stage)
+            if stage is None:
+                raise LinkProtocolError(f"load stage number {load.stage} is unknown")
+            return LoadProgress(
+                stage=stage, done_bytes=load.done_bytes, total_bytes=load.total_bytes
+            )
+        case "ready":
+            return _decode_description(message.ready)
+        case "step_report":
+            report = message.step_report
+            return StepReport(
+                step_index=report.step_index,
+                outputs=tuple(_decode_update(output) for output in report.outputs),
+                stats=_decode_stats(report.stats),
+            )
+        case "heartbeat":
+            beat = message.heartbeat
+            return Heartbeat(
+                progress_count=beat.progress_count,
+                busy=beat.busy,
+                stats=_decode_stats(beat.stats),
+            )
+        case "failure":
+            return Failure(
+                reason=_decode_reason(message.failure.reason), message=message.failure.message
+            )
+        case _:
+            raise LinkProtocolError("the engine sent a message without a known body")
+
+
+def encode_control_message(message: ControlMessage) -> pb.ControlMessage:
+    """Control to engine."""
+    match message:
+        case EngineSettings():
+            return pb.ControlMessage(welcome=_encode_settings(message))
+        case GenerateRequest():
+            return pb.ControlMessage(submit=_encode_request(message))
+        case Cancel():
+            return pb.ControlMessage(cancel=pb.Cancel(request_id=message.request_id))
+        case Shutdown():
+            return pb.ControlMessage(shutdown=pb.Shutdown(drain=message.drain))
+        case SetLogLevel():
+            return pb.ControlMessage(set_log_level=pb.SetLogLevel(level=message.level))
+        case _:
+            assert_never(message)
+
+
+def decode_control_message(message: pb.ControlMessage) -> ControlMessage:
+    """The engine's side of `encode_control_message`. Raises `LinkProtocolError`."""
+    match message.WhichOneof("body"):
+        case "welcome":
+            return _decode_settings(message.welcome)
+        case "submit":
+            return _decode_request(message.submit)
+        case "cancel":
+            return Cancel(request_id=message.cancel.request_id)
+        case "shutdown":
+            return Shutdown(drain=message.shutdown.drain)
+        case "set_log_level":
+            return SetLogLevel(level=message.set_log_level.level)
+        case _:
+            raise LinkProtocolError("control sent a message without a known body")
+
+
+def _decode_reason(text: str) -> Reason:
+    try:
+        return Reason(text)
+    except ValueError:
+        raise LinkProtocolError(f"the engine gave an unknown reason {text[:64]!r}") from None
+
+
+def _encode_settings(settings: EngineSettings) -> pb.Welcome:
+    return pb.Welcome(
+        model=settings.model,
+        threads_count=settings.threads_count,
+        kv_bytes=settings.kv_bytes,
+        max_running_count=settings.max_running_count,
+        max_waiting_count=settings.max_waiting_count,
+        step_tokens=settings.step_tokens,
+        max_context_tokens=settings.max_context_tokens,
+        log_level=settings.log_level,
+        pin_pool=settings.pin_pool,
+        backend=settings.backend,
+    )
+
+
+def _decode_settings(welcome: pb.Welcome) -> EngineSettings:
+    return EngineSettings(
+        model=welcome.model,
+        threads_count=welcome.threads_count,
+        kv_bytes=welcome.kv_bytes,
+        max_running_count=welcome.max_running_count,
+        max_waiting_count=welcome.max_waiting_count,
+        step_tokens=welcome.step_tokens,
+        max_context_tokens=welcome.max_context_tokens,
+        log_level=welcome.log_level,
+        pin_pool=welcome.pin_pool,
+        backend=welcome.backend,
+    )
+
+
+def _encode_request(request: GenerateRequest) -> pb.Submit:
+    sampling = request.sampling
+    return pb.Submit(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        max_new_tokens=request.max_new_tokens,
+        sampling=pb.Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+    )
+
+
+def _decode_request(submit: pb.Submit) -> GenerateRequest:
+    sampling = submit.sampling
+    return GenerateRequest(
+        request_id=submit.request_id,
+        prompt_token_ids=tuple(submit.prompt_token_ids),
+        max_new_tokens=submit.max_new_tokens,
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed if sampling.HasField("seed") else None,
+        ),
+        stop_token_ids=tuple(submit.stop_token_ids),
+        ignore_eos=submit.ignore_eos,
+    )
+
+
+def _encode_update(update: SequenceUpdate) -> pb.SequenceOutput:
+    return pb.SequenceOutput(
+        request_id=update.request_id,
+        token_ids=update.token_ids,
+        finish_reason=_FINISHES[update.finish_reason],
+        error_reason="" if update.error_reason is None else str(update.error_reason),
+        error_message=update.error_message,
+        prompt_tokens=update.prompt_tokens,
+        cached_tokens=update.cached_tokens,
+        completion_tokens=update.completion_tokens,
+    )
+
+
+def _decode_update(output: pb.SequenceOutput) -> SequenceUpdate:
+    if output.finish_reason not in _FINISH_VALUES:
+        raise LinkProtocolError(f"finish reason number {output.finish_reason} is unknown")
+    return SequenceUpdate(
+        request_id=output.request_id,
+        token_ids=tuple(output.token_ids),
+        finish_reason=_FINISH_VALUES[output.finish_reason],
+        error_reason=_decode_reason(output.error_reason) if output.error_reason else None,
+        error_message=output.error_message,
+        prompt_tokens=output.prompt_tokens,
+        cached_tokens=output.cached_tokens,
+        completion_tokens=output.completion_tokens,
+    )
+
+
+def _encode_stats(stats: EngineStats) -> pb.EngineStats:
+    return pb.EngineStats(
+        running_count=stats.running_count,
+        waiting_count=stats.waiting_count,
+        kv_pages_used_count=stats.kv_pages_used_count,
+        kv_pages_total_count=stats.kv_pages_total_count,
+        steps_count=stats.steps_count,
+        prefill_tokens_count=stats.prefill_tokens_count,
+        decode_tokens_count=stats.decode_tokens_count,
+        step_s=stats.step_s,
+        pool_pinned_bytes=stats.pool_pinned_bytes,
+        pool_bytes=stats.pool_bytes,
+        pin_s=stats.pin_s,
+        pin_done=stats.pin_done,
+        pin_note=stats.pin_note,
+        expert_executions_count=stats.expert_executions_count,
+        preemptions_count=stats.preemptions_count,
+    )
+
+
+def _decode_stats(stats: pb.EngineStats) -> EngineStats:
+    return EngineStats(
+        running_count=stats.running_count,
+        waiting_count=stats.waiting_count,
+        kv_pages_used_count=stats.kv_pages_used_count,
+        kv_pages_total_count=stats.kv_pages_total_count,
+        steps_count=stats.steps_count,
+        prefill_tokens_count=stats.prefill_tokens_count,
+        decode_tokens_count=stats.decode_tokens_count,
+        step_s=stats.step_s,
+        pool_pinned_bytes=stats.pool_pinned_bytes,
+        pool_bytes=stats.pool_bytes,
+        pin_s=stats.pin_s,
+        pin_done=stats.pin_done,
+        pin_note=stats.pin_note,
+        expert_executions_count=stats.expert_executions_count,
+        preemptions_count=stats.preemptions_count,
+    )
+
+
+def _encode_description(description: EngineDescription) -> pb.Ready:
+    return pb.Ready(
+        model=description.model,
+        device=description.device,
+        device_name=description.device_name,
+        backend=description.backend,
+        backend_reason=description.backend_reason,
+        kernel=description.kernel,
+        threads_count=description.threads_count,
+        servable_context_tokens=description.servable_context_tokens,
+        kv_bytes=description.kv_bytes,
+        pool_bytes=description.pool_bytes,
+        pool_page_bytes=description.pool_page_bytes,
+        pool_reattached=description.pool_reattached,
+        attach_s=description.attach_s,
+        load_s=description.load_s,
+        load_bytes_per_s=description.load_bytes_per_s,
+        first_token_s=description.first_token_s,
+        layers_count=description.layers_count,
+        moe_layers_count=description.moe_layers_count,
+        experts_per_layer_count=description.experts_per_layer_count,
+        bytes_per_expert=description.bytes_per_expert,
+        notes=description.notes,
+        max_running_count=description.max_running_count,
+    )
+
+
+def _decode_description(ready: pb.Ready) -> EngineDescription:
+    return EngineDescription(
+        model=ready.model,
+        device=ready.device,
+        device_name=ready.device_name,
+        backend=ready.backend,
+        backend_reason=ready.backend_reason,
+        kernel=ready.kernel,
+        threads_count=ready.threads_count,
+        servable_context_tokens=ready.servable_context_tokens,
+        kv_bytes=ready.kv_bytes,
+        pool_bytes=ready.pool_bytes,
+        pool_page_bytes=ready.pool_page_bytes,
+        pool_reattached=ready.pool_reattached,
+        attach_s=ready.attach_s,
+        load_s=ready.load_s,
+        load_bytes_per_s=ready.load_bytes_per_s,
+        first_token_s=ready.first_token_s,
+        layers_count=ready.layers_count,
+        moe_layers_count=ready.moe_layers_count,
+        experts_per_layer_count=ready.experts_per_layer_count,
+        bytes_per_expert=ready.bytes_per_expert,
+        max_running_count=ready.max_running_count,
+        notes=tuple(ready.notes),
+    )

@@ -1,0 +1,16 @@
+"""The control process's face of the link: the server, and the supervisor that is the gateway."""
+
+from freetokend.link.handover import PoolHandover
+from freetokend.link.liveness import LivenessLimits
+from freetokend.link.server import LinkServer
+from freetokend.link.session import EngineEnd, EngineLaunch
+from freetokend.link.supervisor import EngineSupervisor
+
+__all__ = [
+    "EngineEnd",
+    "EngineLaunch",
+    "EngineSupervisor",
+    "LinkServer",
+    "LivenessLimits",
+    "PoolHandover",
+]

@@ -1,0 +1,155 @@
+"""One spawned engine process: its lifeline, its stderr, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from freetokend.core.errors import ConfigError
+from freetokend.link.engine_side import TOKEN_ENVIRONMENT
+from freetokend.link.handover import PoolHandover, make_lifeline, send_pool
+
+_LINE_LIMIT_BYTES: Final = 64 << 10
+_KEPT_LINES: Final = 20
+_KEPT_LINE_CHARACTERS: Final = 500
+
+# Not for the engine: it must not speak to the service manager, nor adopt its sockets.
+_WITHHELD_ENVIRONMENT: Final = (
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "LISTEN_FDNAMES",
+)
+
+
+def pass_to_stderr(line: str) -> None:
+    """The ordinary sink of an engine's log lines: our own stderr, unchanged."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+class EngineProcess:
+    """A running engine. Owned by the event loop that spawned it."""
+
+    def __init__(
+        self, process: Process, lifeline: socket.socket, line_sink: Callable[[str], None]
+    ) -> None:
+        self._process = process
+        self._lifeline = lifeline
+        self._line_sink = line_sink
+        self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._pump = asyncio.create_task(self._pump_lines(), name="engine-stderr")
+
+    @classmethod
+    async def spawn(
+        cls,
+        argv: tuple[str, ...],
+        *,
+        address: str,
+        token: str,
+        environment: Mapping[str, str],
+        pool: PoolHandover | None,
+        line_sink: Callable[[str], None],
+    ) -> EngineProcess:
+        """Start `argv` with --link and --lifeline-fd added, and hand it the pool.
+
+        The engine leads a session of its own: a Ctrl-C in the terminal reaches control only, which
+        then drains. Raises `ConfigError` when the program cannot be started.
+        """
+        ours, theirs = make_lifeline()
+        try:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *argv,
+                    "--link",
+                    address,
+                    "--lifeline-fd",
+                    str(theirs.fileno()),
+                    stdin=DEVNULL,
+                    stdout=PIPE,
+                    stderr=STDOUT,
+                    limit=_LINE_LIMIT_BYTES,
+                    pass_fds=(theirs.fileno(),),
+                    env=_engine_environment(environment, token),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"the engine program {argv[0]} cannot be started: {error.strerror}"
+                ) from error
+            finally:
+                theirs.close()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                send_pool(ours, pool)  # an engine that is already dead is seen at its exit
+        except BaseException:
+            ours.close()
+            raise
+        return cls(process, ours, line_sink)
+
+    @property
+    def pid(self) -> int:
+        """Process id, also that of its session and process group."""
+        return self._process.pid
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The newest lines that the engine printed, oldest first."""
+        return tuple(self._last_lines)
+
+    def kill(self) -> None:
+        """SIGKILL to the engine and whatever it started."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def wait(self) -> str:
+        """Wait for the end, read its last lines; returns how it ended, for people."""
+        code = await self._process.wait()
+        # A grandchild may hold the pipe open: do not wait for it.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._pump), 0.5)
+        self._pump.cancel()
+        self._lifeline.close()
+        return describe_exit(code)
+
+    async def _pump_lines(self) -> None:
+        stream = self._process.stdout
+        if stream is None:
+            return
+        while True:
+            try:
+                raw = await stream.readuntil(b"\n")
+            except asyncio.IncompleteReadError as error:
+                raw = error.partial
+            except asyncio.LimitOverrunError as error:
+                raw = await stream.readexactly(max(error.consumed, 1))
+            if not raw:
+                return
+            line = raw.decode("utf-8", errors="replace").rstrip("\n")
+            self._last_lines.append(line[:_KEPT_LINE_CHARACTERS])
+            self._line_sink(line)
+
+
+def describe_exit(code: int) -> str:
+    """A return code of `subprocess` in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _engine_environment(environment: Mapping[str, str], token: str) -> dict[str, str]:
+    kept = {key: value for key, value in environment.items() if key not in _WITHHELD_ENVIRONMENT}
+    return {**kept, TOKEN_ENVIRONMENT: token}

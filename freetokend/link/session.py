@@ -1,0 +1,252 @@
+"""One engine from its spawn to its end: the process, its stream, and the verdict on both."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol, assert_never
+
+from freetokend.core.errors import ConfigError, Reason, reaction
+from freetokend.link.handover import PoolHandover
+from freetokend.link.liveness import Liveness, LivenessLimits
+from freetokend.link.messages import (
+    ControlMessage,
+    EngineDescription,
+    EngineMessage,
+    EngineSettings,
+    EngineState,
+    EngineStats,
+    Failure,
+    Heartbeat,
+    Hello,
+    LoadProgress,
+    SequenceUpdate,
+    StepReport,
+)
+from freetokend.link.process import EngineProcess, pass_to_stderr
+from freetokend.link.server import Attachment, LinkServer
+
+# Between the first sign of the end (stream or process) and the second: enough for the last
+# messages and the exit code to arrive, well inside the 2 s that running requests may wait.
+_LAST_WORDS_S: Final = 0.5
+_CAUSE_LINES: Final = 3
+
+RESTART_CANNOT_HELP: Final = frozenset(
+    {Reason.CONFIG_INVALID, Reason.MODEL_INVALID, Reason.MODEL_UNSUPPORTED}
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLaunch:
+    """How to start an engine: the same for every spawn, the pool's fd included."""
+
+    argv: tuple[str, ...]
+    settings: EngineSettings
+    environment: Mapping[str, str] = field(default_factory=dict)
+    pool: PoolHandover | None = None
+    line_sink: Callable[[str], None] = pass_to_stderr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEnd:
+    """How one engine ended. `cause` is for people, `reason` decides whether to start another."""
+
+    cause: str
+    reason: Reason
+    was_ready: bool
+
+    @property
+    def restart_can_help(self) -> bool:
+        """False when only a changed configuration or model can."""
+        return self.reason not in RESTART_CANNOT_HELP
+
+
+class SessionEvents(Protocol):
+    """What the supervisor hears of the running session."""
+
+    def session_changed(self) -> None:
+        """State, description, loading or statistics are new."""
+        ...
+
+    def session_updates(self, updates: tuple[SequenceUpdate, ...]) -> None:
+        """Tokens and ends of sequences."""
+        ...
+
+
+class EngineSession:
+    """One spawn. Implements `LinkListener`; owned by the event loop."""
+
+    def __init__(
+        self,
+        launch: EngineLaunch,
+        server: LinkServer,
+        events: SessionEvents,
+        *,
+        limits: LivenessLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self.state = EngineState.STARTING
+        self.pid: int | None = None
+        self.description: EngineDescription | None = None
+        self.stats = EngineStats()
+        self.load: LoadProgress | None = None
+        self.liveness = Liveness(limits, clock())
+        self._launch = launch
+        self._server = server
+        self._events = events
+        self._limits = limits
+        self._clock = clock
+        self._attachment: Attachment | None = None
+        self._process: EngineProcess | None = None
+        self._detached = asyncio.Event()
+        self._failure: Failure | None = None
+        self._verdict = ""  # why we killed it
+
+    async def run(self) -> EngineEnd:
+        """Spawn, serve until the end, and say how it ended. Cancelling kills the engine."""
+        attachment = self._server.expect(self._launch.settings, self)
+        self._attachment = attachment
+        try:
+            process = await EngineProcess.spawn(
+                self._launch.argv,
+                address=self._server.address,
+                token=attachment.token,
+                environment=self._launch.environment,
+                pool=self._launch.pool,
+                line_sink=self._launch.line_sink,
+            )
+        except ConfigError as error:
+            self._server.revoke(attachment)
+            return EngineEnd(cause=error.message, reason=error.reason, was_ready=False)
+        self._process = process
+        self.pid = process.pid
+        _log.info("engine-started", extra={"engine_pid": process.pid})
+        self._events.session_changed()
+        try:
+            exit_text = await self._until_end(process)
+        finally:
+            process.kill()
+            self._server.revoke(attachment)
+        return self._describe_end(exit_text, process.last_lines)
+
+    def send(self, message: ControlMessage) -> None:
+        """Queue a message for the engine."""
+        if self._attachment is not None:
+            self._attachment.send(message)
+
+    def withdraw(self, request_id: str) -> bool:
+        """Take back a request that has not been written to the engine yet."""
+        return self._attachment is not None and self._attachment.withdraw(request_id)
+
+    def kill(self, verdict: str) -> None:
+        """SIGKILL; `verdict` becomes the cause."""
+        if not self._verdict:
+            self._verdict = verdict
+        if self._process is not None:
+            self._process.kill()
+
+    def attached(self, hello: Hello) -> None:
+        """`LinkListener`: the engine is there and loads."""
+        self.liveness.attached(self._clock())
+        self._enter(EngineState.LOADING)
+
+    def refused(self, text: str) -> None:
+        """`LinkListener`: an engine of another build; no restart mends that."""
+        self._failure = Failure(reason=Reason.CONFIG_INVALID, message=text)
+
+    def detached(self, cause: str) -> None:
+        """`LinkListener`: the stream is over."""
+        self._detached.set()
+
+    def received(self, message: EngineMessage) -> None:
+        """`LinkListener`: one message."""
+        now_s = self._clock()
+        match message:
+            case StepReport():
+                self.stats = message.stats
+                self.liveness.worked(now_s)
+                self._events.session_updates(message.outputs)
+            case Heartbeat():
+                self.stats = message.stats
+                self.liveness.heartbeat(
+                    now_s, progress_count=message.progress_count, busy=message.busy
+                )
+                self._events.session_changed()
+            case LoadProgress():
+                self.load = message
+                self.liveness.worked(now_s)
+                self._events.session_changed()
+            case EngineDescription():
+                self.description = message
+                self.load = None
+                self.liveness.worked(now_s)
+                self.liveness.busy = False
+                self._enter(EngineState.READY)
+                _log.info("engine-ready", extra={"engine_pid": self.pid})
+            case Failure():
+                self._failure = message
+            case Hello():
+                self.kill("it said Hello twice")
+            case _:
+                assert_never(message)
+
+    def _enter(self, state: EngineState) -> None:
+        self.state = state
+        self._events.session_changed()
+
+    async def _until_end(self, process: EngineProcess) -> str:
+        exited = asyncio.create_task(process.wait(), name="engine-exit")
+        detached = asyncio.create_task(self._detached.wait(), name="engine-detached")
+        watch = asyncio.create_task(self._watch(), name="engine-watch")
+        try:
+            await asyncio.wait({exited, detached}, return_when=asyncio.FIRST_COMPLETED)
+            self._enter(EngineState.RESTARTING)  # no request may be given to it any more
+            expected = {exited, detached} if self._was_attached() else {exited}
+            await asyncio.wait(expected, timeout=_LAST_WORDS_S)
+            if not exited.done():
+                self.kill("it ended its stream but did not exit")
+            return await exited
+        finally:
+            for task in (exited, detached, watch):
+                task.cancel()
+
+    def _was_attached(self) -> bool:
+        return self._attachment is not None and self._attachment.attached
+
+    async def _watch(self) -> None:
+        """Kill the engine when it is stuck; our own pauses are not held against it."""
+        period_s = min(1.0, self._limits.stuck_s / 4, self._limits.connect_s / 4)
+        last_s = self._clock()
+        while True:
+            await asyncio.sleep(period_s)
+            now_s = self._clock()
+            late_s = now_s - last_s - period_s
+            if late_s > period_s:
+                self.liveness.forgive(late_s)
+            last_s = now_s
+            fault = self.liveness.fault(now_s)
+            if fault:
+                self.kill(f"stuck: {fault}")
+
+    def _describe_end(self, exit_text: str, last_lines: tuple[str, ...]) -> EngineEnd:
+        was_ready = self.description is not None
+        if self._failure is not None:
+            cause = f"{self._failure.message} ({exit_text})"
+            return EngineEnd(cause=cause, reason=self._failure.reason, was_ready=was_ready)
+        cause = f"{self._verdict} ({exit_text})" if self._verdict else f"died with {exit_text}"
+        tail = [line for line in last_lines if line.strip()][-_CAUSE_LINES:]
+        if tail and not self._verdict:
+            cause += "; its last output: " + " | ".join(tail)
+        return EngineEnd(cause=cause, reason=_reason_of_exit(exit_text), was_ready=was_ready)
+
+
+def _reason_of_exit(exit_text: str) -> Reason:
+    """An engine that could not send its Failure still says by its exit code what it was."""
+    for reason in sorted(RESTART_CANNOT_HELP):
+        if exit_text == f"exit code {reaction(reason).exit_code}":
+            return reason
+    return Reason.ENGINE_FAILED

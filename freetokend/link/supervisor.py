@@ -1,0 +1,280 @@
+"""Keeps one engine running and is its gateway: the `EngineGateway` of `serving` and `control`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from freetokend.core.errors import Reason, UnavailableError
+from freetokend.link.liveness import LivenessLimits
+from freetokend.link.messages import (
+    Cancel,
+    EngineSnapshot,
+    EngineState,
+    GenerateRequest,
+    SequenceUpdate,
+    SetLogLevel,
+    Shutdown,
+)
+from freetokend.link.server import LinkServer
+from freetokend.link.session import EngineEnd, EngineLaunch, EngineSession
+from freetokend.link.streams import RequestTable, UpdateStream
+from freetokend.policy.restart import GiveUp, RestartBudget, RestartHistory, after_death
+
+_LOADING_RETRY_S: Final = 5.0
+_QUEUE_RETRY_S: Final = 1.0
+_FAILED_RETRY_S: Final = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class EngineSupervisor:
+    """Starts an engine, restarts it within a budget, routes requests and their updates.
+
+    Implements `EngineGateway` and `SessionEvents`. Everything runs in the event loop that called
+    `start`; every method is called there.
+    """
+
+    def __init__(
+        self,
+        launch: EngineLaunch,
+        server: LinkServer,
+        *,
+        budget: RestartBudget | None = None,
+        limits: LivenessLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._launch = launch
+        self._server = server
+        self._budget = RestartBudget() if budget is None else budget
+        self._limits = LivenessLimits() if limits is None else limits
+        self._clock = clock
+        self._requests = RequestTable()
+        self._session: EngineSession | None = None
+        self._runner: asyncio.Task[None] | None = None
+        self._idle_state = EngineState.STARTING  # the state while no session runs
+        self._draining = False
+        self._stopping = asyncio.Event()
+        self._last_end: EngineEnd | None = None
+        self._restarts_count = 0
+        self._next_restart_s: float | None = None
+        self._generation = 1
+        self._change = asyncio.Event()
+        self._seen_state = EngineState.STARTING
+        self._state_since_s = clock()
+
+    def start(self) -> None:
+        """Spawn the first engine; returns at once."""
+        self._runner = asyncio.create_task(self._run(), name="engine-supervisor")
+
+    @property
+    def last_end(self) -> EngineEnd | None:
+        """How the last engine ended; None while none did."""
+        return self._last_end
+
+    @property
+    def in_flight_count(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._requests)
+
+    def snapshot(self) -> EngineSnapshot:
+        """See `EngineGateway`."""
+        session = self._session
+        common = EngineSnapshot(
+            state=self._seen_state,
+            state_since_s=self._state_since_s,
+            model=self._launch.settings.model,
+            busy=len(self._requests) > 0,
+            restarts_count=self._restarts_count,
+            cause="" if self._last_end is None else self._last_end.cause,
+            next_restart_s=self._next_restart_s,
+        )
+        if session is None:
+            return common
+        return replace(
+            common,
+            pid=session.pid,
+            description=session.description,
+            stats=session.stats,
+            load=session.load,
+            busy=common.busy or session.liveness.busy,
+            last_progress_s=session.liveness.progress_s,
+        )
+
+    async def changed(self, generation: int) -> int:
+        """See `EngineGateway`."""
+        while self._generation <= generation:
+            await self._change.wait()
+        return self._generation
+
+    def generate(self, request: GenerateRequest) -> UpdateStream:
+        """See `EngineGateway`. The refusal is raised by this call itself, before any iteration."""
+        session = self._session
+        self._check_admission()
+        stream = self._requests.open(request.request_id, self._cancel)
+        if session is not None:
+            session.send(request)
+        return stream
+
+    def set_log_level(self, level: str) -> None:
+        """Tell the running engine and those to come."""
+        settings = replace(self._launch.settings, log_level=level)
+        self._launch = replace(self._launch, settings=settings)
+        if self._session is not None:
+            self._session.send(SetLogLevel(level=level))
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests and wait for the running ones; returns how many still run.
+
+        The health changes before anything else. `resume` ends it.
+        """
+        self._draining = True
+        self._refresh()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._requests.wait_empty(), timeout_s)
+        return len(self._requests)
+
+    def resume(self) -> None:
+        """Accept requests again, unless the service is stopping."""
+        if not self._stopping.is_set():
+            self._draining = False
+            self._refresh()
+
+    async def stop(self, *, drain_timeout_s: float, exit_timeout_s: float = 5.0) -> None:
+        """Drain, end what still runs with an error, end the engine. Call again to hurry."""
+        self._draining = True
+        self._refresh()
+        if drain_timeout_s > 0:
+            await self.drain(drain_timeout_s)
+        self._stopping.set()
+        self._requests.fail_all(
+            Reason.DRAINING, "the service is stopping; the request was not finished in time"
+        )
+        if self._session is not None:
+            self._session.send(Shutdown(drain=False))
+        if self._runner is not None:
+            done, _ = await asyncio.wait({self._runner}, timeout=exit_timeout_s)
+            if not done:
+                self._runner.cancel()
+                await asyncio.wait({self._runner})
+        self._session = None
+        self._idle_state = EngineState.STOPPED
+        self._refresh()
+
+    def session_changed(self) -> None:
+        """`SessionEvents`: something that the snapshot shows is new."""
+        self._refresh()
+
+    def session_updates(self, updates: tuple[SequenceUpdate, ...]) -> None:
+        """`SessionEvents`: route tokens to their streams."""
+        for update in updates:
+            self._requests.deliver(update)
+
+    def _check_admission(self) -> None:
+        """Raises `UnavailableError` with the truthful reason when no request can be taken now."""
+        if self._draining:
+            raise UnavailableError(
+                "the service is draining and takes no new requests",
+                reason=Reason.DRAINING,
+                retry_after_s=_LOADING_RETRY_S,
+            )
+        state = self._seen_state
+        cause = "" if self._last_end is None else f": the engine {self._last_end.cause}"
+        if state is EngineState.FAILED:
+            raise UnavailableError(
+                f"the engine has failed and is not restarted{cause}",
+                retry_after_s=_FAILED_RETRY_S,
+            )
+        if state is not EngineState.READY:
+            if self._last_end is not None or state is EngineState.RESTARTING:
+                raise UnavailableError(
+                    f"the engine is being restarted{cause}", retry_after_s=self._retry_after_s()
+                )
+            raise UnavailableError(
+                "the model is being loaded", reason=Reason.LOADING, retry_after_s=_LOADING_RETRY_S
+            )
+        settings = self._launch.settings
+        limit_count = settings.max_running_count + settings.max_waiting_count
+        if len(self._requests) >= limit_count:
+            raise UnavailableError(
+                f"{len(self._requests)} requests are running or waiting, which is the limit "
+                "([engine] max_running_count + max_waiting_count)",
+                reason=Reason.QUEUE_FULL,
+                retry_after_s=_QUEUE_RETRY_S,
+            )
+
+    def _retry_after_s(self) -> float:
+        until_s = 0.0 if self._next_restart_s is None else self._next_restart_s - self._clock()
+        return max(until_s, 0.0) + 1.0
+
+    def _cancel(self, request_id: str) -> None:
+        session = self._session
+        if not self._requests.forget(request_id) or session is None:
+            return
+        if not session.withdraw(request_id):
+            session.send(Cancel(request_id=request_id))
+
+    def _refresh(self) -> None:
+        """Recompute the visible state, then wake those who wait for a change."""
+        state = self._idle_state if self._session is None else self._session.state
+        if self._draining and state is EngineState.READY:
+            state = EngineState.DRAINING
+        if state is not self._seen_state:
+            self._seen_state = state
+            self._state_since_s = self._clock()
+        self._generation += 1
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+    async def _run(self) -> None:
+        history = RestartHistory()
+        while not self._stopping.is_set():
+            end = await self._run_session()
+            if self._stopping.is_set():
+                return
+            self._last_end = end
+            ended_count = self._requests.fail_all(
+                Reason.ENGINE_FAILED, f"the engine {end.cause}; the request is lost, send it again"
+            )
+            history, decision = after_death(
+                self._budget,
+                history,
+                now_s=self._clock(),
+                restart_can_help=end.restart_can_help,
+            )
+            _log.error(
+                "engine-died",
+                extra={
+                    "cause": end.cause,
+                    "reason": str(end.reason),
+                    "requests_ended_count": ended_count,
+                },
+            )
+            if isinstance(decision, GiveUp):
+                self._idle_state = EngineState.FAILED
+                _log.error("engine-given-up", extra={"why": decision.text})
+                self._refresh()
+                return
+            self._idle_state = EngineState.RESTARTING
+            self._next_restart_s = self._clock() + decision.delay_s
+            self._refresh()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), decision.delay_s)
+            self._next_restart_s = None
+            self._restarts_count += 1
+
+    async def _run_session(self) -> EngineEnd:
+        session = EngineSession(
+            self._launch, self._server, self, limits=self._limits, clock=self._clock
+        )
+        self._session = session
+        self._refresh()
+        try:
+            return await session.run()
+        finally:
+            self._session = None

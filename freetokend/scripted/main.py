@@ -1,0 +1,67 @@
+"""`freetokend-engine --scripted FILE`: the entry of the scripted engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from freetokend.core.errors import FreetokenError, reaction
+from freetokend.link.engine_side import EngineLinkClient, take_link_token
+from freetokend.link.handover import receive_pool
+from freetokend.link.messages import LINK_VERSION
+from freetokend.scripted.engine import ScriptedEngine
+from freetokend.scripted.script import read_script
+
+LIFELINE_EXIT_CODE: Final = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, run, return the exit code; one sentence on stderr on an error."""
+    parser = argparse.ArgumentParser(
+        prog="freetokend-engine --scripted",
+        description="An engine that follows a script (for development and tests).",
+    )
+    parser.add_argument("--scripted", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--link", required=True, metavar="unix:PATH")
+    parser.add_argument("--lifeline-fd", type=int, required=True, metavar="N")
+    arguments = parser.parse_args(argv)
+    try:
+        return _run(arguments.scripted, arguments.link, arguments.lifeline_fd)
+    except FreetokenError as error:
+        print(f"freetokend-engine: {error.message}", file=sys.stderr)
+        return reaction(error.reason).exit_code
+
+
+def _run(script_path: Path, address: str, lifeline_fd: int) -> int:
+    lifeline = socket.socket(fileno=lifeline_fd)
+    lifeline.set_inheritable(False)
+    pool = receive_pool(lifeline)
+    if pool is not None:
+        os.close(pool.fd)  # a script needs no weights
+    threading.Thread(target=_follow, args=(lifeline,), name="lifeline", daemon=True).start()
+    script = read_script(script_path)
+    client = EngineLinkClient(
+        address,
+        token=take_link_token(),
+        kind="scripted",
+        heartbeat_s=script.heartbeat_s,
+        link_version=script.link_version or LINK_VERSION,
+    )
+    try:
+        return ScriptedEngine(script, client, script_path).run()
+    finally:
+        client.close()
+
+
+def _follow(lifeline: socket.socket) -> None:
+    """Exit when the control process is gone. This engine never holds the interpreter for long, so
+    an ordinary thread will do."""
+    while lifeline.recv(64):
+        pass
+    os._exit(LIFELINE_EXIT_CODE)
