@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from fastapi import APIRouter, Request
@@ -60,7 +60,7 @@ class _Account:
     endpoint: str
     started_s: float
     first_token_s: float | None = None
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     told: bool = False
 
     def saw_text(self) -> None:
@@ -131,31 +131,32 @@ class GenerationRoutes:
     async def chat(self, request: Request) -> Response:
         """A conversation in, the assistant's next message out."""
 
-        def admit(parsed: ChatRequest) -> Admitted:
-            return admit_chat(parsed, self._text, self._gateway.snapshot())
+        def admit(body: bytes) -> tuple[ChatRequest, Admitted]:
+            parsed = parse_chat_request(body)
+            return parsed, admit_chat(parsed, self._text, self._gateway.snapshot())
 
-        return await self._answer(request, "chat", parse_chat_request, admit)
+        return await self._answer(request, "chat", admit)
 
     async def completion(self, request: Request) -> Response:
         """A prompt in, its continuation out."""
 
-        def admit(parsed: CompletionRequest) -> Admitted:
-            return admit_completion(parsed, self._text, self._gateway.snapshot())
+        def admit(body: bytes) -> tuple[CompletionRequest, Admitted]:
+            parsed = parse_completion_request(body)
+            return parsed, admit_completion(parsed, self._text, self._gateway.snapshot())
 
-        return await self._answer(request, "completion", parse_completion_request, admit)
+        return await self._answer(request, "completion", admit)
 
-    async def _answer[T: (ChatRequest, CompletionRequest)](
+    async def _answer(
         self,
         request: Request,
         endpoint: str,
-        parse: Callable[[bytes], T],
-        admit: Callable[[T], Admitted],
+        admit: Callable[[bytes], tuple[ChatRequest | CompletionRequest, Admitted]],
     ) -> Response:
         account = _Account(observer=self._observer, endpoint=endpoint, started_s=time.monotonic())
         try:
-            parsed = parse(await read_body(request, self._max_body_bytes))
+            body = await read_body(request, self._max_body_bytes)
             # Templates and tokenizers are CPU work that must not hold up other streams.
-            admitted = await asyncio.to_thread(admit, parsed)
+            parsed, admitted = await asyncio.to_thread(admit, body)
             shape = ResponseShape(
                 response_id=("chatcmpl-" if endpoint == "chat" else "cmpl-")
                 + secrets.token_hex(12),

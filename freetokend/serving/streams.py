@@ -15,7 +15,7 @@ from freetokend.serving.admission import Admitted
 from freetokend.serving.generation import TextUpdate, generate_text
 from freetokend.serving.model_text import ModelText
 
-# Updates that wait for a slow client; beyond it the sequence's task waits and the gateway coalesces.
+# Updates that wait for a slow client; beyond it the sequence's task waits, the gateway coalesces.
 _QUEUE_EVENTS = 64
 
 
