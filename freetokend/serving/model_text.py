@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from freetokend.core.errors import InvalidInputError, ModelDataError, Reason
 from freetokend.serving.chat_template import ChatTemplate
+from freetokend.serving.special_text import SpecialTextGuard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,23 +20,33 @@ class ModelText:
     """Everything that turns messages into ids and ids into text. Immutable, safe to share.
 
     `eos_token_ids` end a sequence; `template` is None when the model brings none (then only
-    /v1/completions can serve it).
+    /v1/completions can serve it). `plain_tokenizer` reads special-token texts as characters.
     """
 
     tokenizer: Tokenizer
+    plain_tokenizer: Tokenizer
+    special_texts: tuple[str, ...]
     template: ChatTemplate | None
     bos_token: str
     eos_token_ids: tuple[int, ...]
 
-    def encode_rendered(self, text: str) -> tuple[int, ...]:
-        """Ids of a rendered template: its special tokens count, and none are added.
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[int, ...]:
+        """Ids of a rendered template, given as (text, is_users) pieces.
 
-        The template writes the begin-of-sequence token itself where the model wants one.
+        Special tokens count in the template's pieces only, and none are added: the template
+        writes the begin-of-sequence token itself where the model wants one.
         """
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        ids: list[int] = []
+        for text, is_users in pieces:
+            tokenizer = self.plain_tokenizer if is_users else self.tokenizer
+            ids += tokenizer.encode(text, add_special_tokens=False).ids
+        return tuple(ids)
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
-        """Ids of a raw prompt, with the tokenizer's own begin-of-sequence, exactly once."""
+        """Ids of a raw prompt, with the tokenizer's own begin-of-sequence, exactly once.
+
+        Special-token texts count here: whoever writes a raw prompt writes the markers too.
+        """
         ids = tuple(self.tokenizer.encode(text, add_special_tokens=True).ids)
         bos_id = self.tokenizer.token_to_id(self.bos_token) if self.bos_token else None
         if bos_id is not None and len(ids) > 1 and ids[0] == bos_id and ids[1] == bos_id:
@@ -56,7 +67,9 @@ class ModelText:
                 "/v1/completions with a prompt of your own.",
                 param="messages",
             )
-        return self.encode_rendered(self.template.render(messages, variables=variables))
+        guard = SpecialTextGuard(self.special_texts)
+        rendered = self.template.render(guard.protect(messages), variables=variables)
+        return self.encode_pieces(guard.pieces(rendered))
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
@@ -128,6 +141,8 @@ def load_model_text(directory: Path) -> ModelText:
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
+        plain_tokenizer = Tokenizer.from_file(str(path))
+        plain_tokenizer.encode_special_tokens = True
     except Exception as error:  # tokenizers raises plain Exception for every kind of bad file
         raise ModelDataError(
             f"{path} is not a tokenizer this version can read: {error}.",
@@ -141,6 +156,12 @@ def load_model_text(directory: Path) -> ModelText:
     source = _template_source(directory, tokenizer_config)
     return ModelText(
         tokenizer=tokenizer,
+        plain_tokenizer=plain_tokenizer,
+        special_texts=tuple(
+            token.content
+            for token in tokenizer.get_added_tokens_decoder().values()
+            if token.special
+        ),
         template=ChatTemplate(source, bos_token=bos_token, eos_token=eos_token) if source else None,
         bos_token=bos_token,
         eos_token_ids=_eos_ids(tokenizer, config, generation_config, eos_token),
