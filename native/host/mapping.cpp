@@ -1,0 +1,98 @@
+#include "mapping.hpp"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+
+namespace freetoken::host {
+namespace {
+
+[[noreturn]] void throw_errno(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+}  // namespace
+
+Mapping::Mapping(int fd, std::uint64_t length_bytes) : length_bytes_(length_bytes) {
+  if (length_bytes == 0 || length_bytes > (1ULL << 46)) {
+    throw std::invalid_argument("a pool mapping must have between 1 byte and 64 TiB");
+  }
+  // Reserve more than needed, so that the pool can start at a huge page whatever the kernel picks.
+  const std::uint64_t reserved_bytes = length_bytes + kHugePageBytes;
+  void* reserved = ::mmap(nullptr, reserved_bytes, PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) throw_errno("cannot reserve address space for the pool");
+  const auto start = reinterpret_cast<std::uintptr_t>(reserved);
+  const auto aligned = (start + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
+  void* mapped = ::mmap(reinterpret_cast<void*>(aligned), length_bytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_FIXED, fd, 0);
+  if (mapped == MAP_FAILED) {
+    const int error = errno;
+    ::munmap(reserved, reserved_bytes);
+    errno = error;
+    throw_errno("cannot map the pool file");
+  }
+  if (aligned > start) ::munmap(reserved, aligned - start);
+  constexpr std::uint64_t kPage = 4096;
+  const auto mapped_end = (aligned + length_bytes + kPage - 1) & ~(kPage - 1);
+  const auto reserved_end = (start + reserved_bytes + kPage - 1) & ~(kPage - 1);
+  if (reserved_end > mapped_end) {
+    ::munmap(reinterpret_cast<void*>(mapped_end), reserved_end - mapped_end);
+  }
+  data_ = static_cast<std::byte*>(mapped);
+}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) ::munmap(data_, length_bytes_);
+}
+
+int Mapping::advise_huge() const {
+  return ::madvise(data_, length_bytes_, MADV_HUGEPAGE) == 0 ? 0 : errno;
+}
+
+void Mapping::protect_read_only() {
+  if (data_ == nullptr) throw std::logic_error("the pool mapping is closed");
+  if (::mprotect(data_, length_bytes_, PROT_READ) != 0) {
+    throw_errno("cannot make the pool mapping read-only");
+  }
+  writable_ = false;
+}
+
+std::uint64_t Mapping::checked_word(std::uint64_t offset_bytes) const {
+  if (data_ == nullptr) throw std::logic_error("the pool mapping is closed");
+  if (offset_bytes % 8 != 0 || offset_bytes + 8 > length_bytes_) {
+    throw std::out_of_range("a word of the pool must be aligned and inside the mapping");
+  }
+  return offset_bytes;
+}
+
+void Mapping::store_u64(std::uint64_t offset_bytes, std::uint64_t value) {
+  auto* word = reinterpret_cast<std::uint64_t*>(data_ + checked_word(offset_bytes));
+  if (!writable_) throw std::logic_error("the pool mapping is read-only");
+  std::atomic_ref<std::uint64_t>(*word).store(value, std::memory_order_seq_cst);
+}
+
+std::uint64_t Mapping::load_u64(std::uint64_t offset_bytes) const {
+  auto* word = reinterpret_cast<std::uint64_t*>(data_ + checked_word(offset_bytes));
+  return std::atomic_ref<std::uint64_t>(*word).load(std::memory_order_seq_cst);
+}
+
+void Mapping::close() {
+  if (data_ == nullptr) return;
+  if (users_.load() != 0) {
+    throw std::logic_error("the pool mapping is in use by a load or by pinning");
+  }
+  ::munmap(data_, length_bytes_);
+  data_ = nullptr;
+}
+
+MappingUse::MappingUse(std::shared_ptr<Mapping> mapping) : mapping_(std::move(mapping)) {
+  if (mapping_->data() == nullptr) throw std::logic_error("the pool mapping is closed");
+  mapping_->users_.fetch_add(1);
+}
+
+MappingUse::~MappingUse() { mapping_->users_.fetch_sub(1); }
+
+}  // namespace freetoken::host
