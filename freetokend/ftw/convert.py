@@ -1,0 +1,260 @@
+"""Conversion of a Hugging Face checkpoint into an FTW directory.
+
+Everything is written into a temporary directory beside the target, synced, and renamed into place
+at the end, so a target directory is complete or does not exist. What a conversion that was
+interrupted has finished is taken over by the next one.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freetokend.core.errors import InvalidInputError, ModelDataError, Reason, ResourceError
+from freetokend.ftw.checkpoint import Checkpoint
+from freetokend.ftw.contents import (
+    FORMAT_VERSION,
+    LAYOUT_VERSION,
+    FtwIndex,
+    ShardEntry,
+    content_identity,
+)
+from freetokend.ftw.families import EMBEDDING_NAME, HEAD_NAME
+from freetokend.ftw.index import read_index
+from freetokend.ftw.journal import Journal, Task, read_progress
+from freetokend.ftw.layout import BLOCK_BYTES, RegionPlan, plan_region
+from freetokend.ftw.model import ModelSource
+from freetokend.ftw.pieces import Piece, make_piece, region_pieces, same_values
+from freetokend.ftw.target import Target, copy_side_files, side_file_bytes
+from freetokend.ftw.writer import RegionWriter
+
+DEFAULT_SHARD_BYTES: Final = 4 * 1024 * 1024 * 1024
+_MAX_THREADS_COUNT: Final = 8
+# Index, copied files and the file system's own tables, beside the region.
+_SLACK_BYTES: Final = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertProgress:
+    """How far a conversion is. note: a sentence for the user, or "" for a plain step."""
+
+    done_bytes: int
+    total_bytes: int
+    note: str = ""
+
+
+def convert(
+    source_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    progress: Callable[[ConvertProgress], None] = lambda _: None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    force: bool = False,
+    threads_count: int | None = None,
+) -> FtwIndex:
+    """Convert the checkpoint in `source_dir` into the FTW directory `out_dir`.
+
+    `max_shard_bytes` is rounded down to 64 MiB; `force` replaces an FTW directory that came from
+    something else; `progress` is called from the calling thread. Returns the index that was
+    written, or the one found when `out_dir` is already this conversion.
+    ModelDataError: the source is damaged, unknown or changed. InvalidInputError: the target is in
+    the way. ResourceError: not enough space (both numbers), or the disk failed; calling again
+    resumes.
+    """
+    if max_shard_bytes < BLOCK_BYTES:
+        raise InvalidInputError(
+            f"shards of {max_shard_bytes} bytes are too small; the least is {BLOCK_BYTES}.",
+            param="max_shard_bytes",
+        )
+    target = Target(Path(source_dir), Path(out_dir))
+    with Checkpoint(source_dir) as checkpoint:
+        source = ModelSource(checkpoint.config, checkpoint.tensors)
+        plan = plan_region(
+            [spec for spec, _ in source.tensors],
+            source.bank_spec(),
+            max_shard_bytes=max_shard_bytes,
+        )
+        existing = target.existing(checkpoint.identity().identity, force=force)
+        if existing is not None:
+            progress(
+                ConvertProgress(
+                    done_bytes=existing.region_bytes,
+                    total_bytes=existing.region_bytes,
+                    note=f"{out_dir} already holds this conversion; nothing to do.",
+                )
+            )
+            return existing
+        threads = threads_count or min(len(os.sched_getaffinity(0)), _MAX_THREADS_COUNT)
+        try:
+            with target.locked():
+                _Conversion(checkpoint, source, plan, target, progress).run(threads)
+        except OSError as error:
+            _raise_disk_error(error, target)
+    return read_index(out_dir)
+
+
+class _Conversion:
+    """One run, within the lock of its target."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        source: ModelSource,
+        plan: RegionPlan,
+        target: Target,
+        progress: Callable[[ConvertProgress], None],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._source = source
+        self._plan = plan
+        self._target = target
+        self._progress = progress
+
+    def run(self, threads_count: int) -> None:
+        self._check_duplicate_head()
+        checksums = self._resume()
+        task = self._task()
+        journal = Journal(self._target.temporary, task, checksums)
+        writer = RegionWriter(self._target.temporary, self._plan, checksums, journal.finished)
+        try:
+            self._target.check_space(
+                self._plan.region_bytes
+                - writer.offset_bytes
+                + side_file_bytes(self._checkpoint.directory)
+                + _SLACK_BYTES
+            )
+            self._write_region(writer, threads_count)
+        finally:
+            writer.close()
+            journal.close()
+        self._checkpoint.check_unchanged()
+        self._target.publish(self._index(writer))
+
+    def _task(self) -> Task:
+        layout = json.dumps(
+            [
+                LAYOUT_VERSION,
+                [[name, asdict(entry)] for name, entry in self._plan.tensors.items()],
+                asdict(self._plan.bank),
+                [asdict(shard) for shard in self._plan.shards],
+            ]
+        )
+        return Task(
+            source=self._checkpoint.identity().identity,
+            plan=hashlib.sha256(layout.encode()).hexdigest(),
+        )
+
+    def _resume(self) -> tuple[str, ...]:
+        found = read_progress(self._target.temporary, self._task(), self._plan.shards)
+        if found.dropped is not None:
+            self._say(0, f"an unfinished conversion is dropped: {found.dropped}; starting over.")
+        if found.checksums:
+            done_bytes = min(len(found.checksums) * BLOCK_BYTES, self._plan.region_bytes)
+            self._say(done_bytes, f"resuming an unfinished conversion at {done_bytes} bytes.")
+        self._target.drop_leftovers(keep_shards=bool(found.checksums))
+        return found.checksums
+
+    def _say(self, done_bytes: int, note: str = "") -> None:
+        self._progress(
+            ConvertProgress(done_bytes=done_bytes, total_bytes=self._plan.region_bytes, note=note)
+        )
+
+    def _check_duplicate_head(self) -> None:
+        head = self._source.duplicate_head
+        if head is None:
+            return
+        embedding = next(rows for spec, rows in self._source.tensors if spec.name == EMBEDDING_NAME)
+        if not same_values(head, embedding, self._checkpoint):
+            raise ModelDataError(
+                f"config.json ties the output projection to the embedding, but {HEAD_NAME} and "
+                f"{EMBEDDING_NAME} differ in the checkpoint. Correct tie_word_embeddings."
+            )
+
+    def _write_region(self, writer: RegionWriter, threads_count: int) -> None:
+        pending = (
+            piece
+            for piece in region_pieces(self._source, self._plan)
+            if piece.offset_bytes + piece.length_bytes > writer.offset_bytes
+        )
+        self._say(writer.offset_bytes)
+        for piece, data in _made_ahead(pending, self._checkpoint, threads_count):
+            writer.write(piece.offset_bytes, data)
+            self._say(writer.offset_bytes)
+        writer.finish()
+        self._say(writer.offset_bytes)
+
+    def _index(self, writer: RegionWriter) -> FtwIndex:
+        config = self._source.config
+        index = FtwIndex(
+            format_version=FORMAT_VERSION,
+            layout_version=LAYOUT_VERSION,
+            identity="",
+            architecture=config.architecture,
+            model_type=config.family.value,
+            tied_embeddings=config.tied_embeddings,
+            region_bytes=self._plan.region_bytes,
+            shards=tuple(
+                ShardEntry(
+                    file=shard.file,
+                    offset_bytes=shard.offset_bytes,
+                    length_bytes=shard.length_bytes,
+                    block_checksums=checksums,
+                )
+                for shard, checksums in zip(
+                    self._plan.shards, writer.shard_checksums(), strict=True
+                )
+            ),
+            tensors=self._plan.tensors,
+            expert_bank=self._plan.bank,
+            router=self._source.router_semantics(),
+            sources=tuple(sorted(self._source.consumed)),
+            source=self._checkpoint.identity(),
+            side_files=copy_side_files(self._checkpoint.directory, self._target.temporary),
+        )
+        return replace(index, identity=content_identity(index))
+
+
+def _made_ahead(
+    pieces: Iterator[Piece], checkpoint: Checkpoint, threads_count: int
+) -> Iterator[tuple[Piece, NDArray[np.uint8]]]:
+    """Pieces in order with their bytes, made by threads a little ahead of the consumer."""
+    pool = ThreadPoolExecutor(threads_count, thread_name_prefix="ftw-convert")
+    waiting: deque[tuple[Piece, Future[NDArray[np.uint8]]]] = deque()
+    try:
+        for piece in pieces:
+            waiting.append((piece, pool.submit(make_piece, piece, checkpoint)))
+            if len(waiting) > 2 * threads_count:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _raise_disk_error(error: OSError, target: Target) -> NoReturn:
+    what = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise ResourceError(
+            f"writing {target.temporary} failed: {what}. What is written so far is kept: make "
+            f"room (or lower the shard size if files are limited) and run the conversion again "
+            f"to go on.",
+            reason=Reason.DISK_SPACE,
+        ) from error
+    raise ResourceError(
+        f"conversion into {target.directory} failed at {error.filename or target.temporary}: "
+        f"{what}. Run it again to go on.",
+        reason=Reason.IO_FAILED,
+    ) from error

@@ -1,0 +1,136 @@
+"""What a conversion has safely written, so that the next try can go on from there.
+
+The journal lies in the temporary directory: a header that says what is being converted into what,
+then one line for each finished checksum block, appended after the block has reached the disk. A
+torn last line (power loss) is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from freetokend.core.errors import ModelDataError
+from freetokend.ftw.layout import BLOCK_BYTES, ShardPlan, blocks_count
+
+JOURNAL_FILE: Final = "conversion.journal"
+_VERSION: Final = 1
+_MAX_JOURNAL_BYTES: Final = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a journal is good for: any difference means starting over.
+
+    source: identity of the checkpoint; plan: identity of the region's layout and its shards.
+    """
+
+    source: str
+    plan: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Checksums of the finished blocks in region order, and why earlier work was dropped."""
+
+    checksums: tuple[str, ...]
+    dropped: str | None
+
+
+class Journal:
+    """The journal of one temporary directory, open for appending. Close it when done."""
+
+    def __init__(self, directory: Path, task: Task, checksums: tuple[str, ...]) -> None:
+        """Write the journal anew, holding what `checksums` says is finished."""
+        self._path = directory / JOURNAL_FILE
+        fresh = directory / (JOURNAL_FILE + ".new")
+        with open(fresh, "wb") as file:
+            file.write(_line({"version": _VERSION, "source": task.source, "plan": task.plan}))
+            file.writelines(
+                _line({"block": block, "checksum": checksum})
+                for block, checksum in enumerate(checksums)
+            )
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, self._path)
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._next_block = len(checksums)
+
+    def finished(self, checksum: str) -> None:
+        """Record the next block; its data must have been synced."""
+        self._file.write(_line({"block": self._next_block, "checksum": checksum}))
+        os.fdatasync(self._file.fileno())
+        self._next_block += 1
+
+    def close(self) -> None:
+        """Close the file; what is recorded stays."""
+        self._file.close()
+
+
+def read_progress(directory: Path, task: Task, shards: tuple[ShardPlan, ...]) -> Progress:
+    """What of `task` is finished in `directory`, judged by its journal and the shards' lengths."""
+    path = directory / JOURNAL_FILE
+    try:
+        with open(path, "rb") as file:
+            lines = file.read(_MAX_JOURNAL_BYTES).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return Progress(checksums=(), dropped=None)
+    header = _parse(lines[0]) if lines else None
+    if header is None or header.get("version") != _VERSION:
+        return Progress(checksums=(), dropped="its journal cannot be read")
+    if header.get("source") != task.source:
+        return Progress(checksums=(), dropped="the source changed since")
+    if header.get("plan") != task.plan:
+        return Progress(checksums=(), dropped="it had another layout or shard size")
+    checksums = []
+    for block, line in enumerate(lines[1:]):
+        entry = _parse(line)
+        if entry is None or entry.get("block") != block:
+            break
+        checksum = entry.get("checksum")
+        if not isinstance(checksum, str) or len(checksum) != 16:
+            break
+        checksums.append(checksum)
+    return Progress(checksums=tuple(checksums[: _present(directory, shards)]), dropped=None)
+
+
+def _present(directory: Path, shards: tuple[ShardPlan, ...]) -> int:
+    """How many blocks the shard files are long enough for, without a gap."""
+    count = 0
+    for shard in shards:
+        try:
+            length_bytes = os.stat(directory / shard.file).st_size
+        except FileNotFoundError:
+            return count
+        if length_bytes < shard.length_bytes:
+            return count + length_bytes // BLOCK_BYTES
+        count += blocks_count(shard.length_bytes)
+    return count
+
+
+def finished_bytes(checksums_count: int, shards: tuple[ShardPlan, ...]) -> int:
+    """Region offset behind the first `checksums_count` blocks."""
+    remaining = checksums_count
+    for shard in shards:
+        blocks = blocks_count(shard.length_bytes)
+        if remaining < blocks:
+            return shard.offset_bytes + remaining * BLOCK_BYTES
+        remaining -= blocks
+    if remaining:
+        raise ModelDataError("the conversion journal lists more blocks than there are.")
+    return shards[-1].offset_bytes + shards[-1].length_bytes
+
+
+def _line(value: dict[str, object]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _parse(line: bytes) -> dict[str, object] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
