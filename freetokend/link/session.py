@@ -53,11 +53,23 @@ class EngineLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEnd:
-    """How one engine ended. `cause` is for people, `reason` decides whether to start another."""
+    """How one engine ended. `cause` is for people, `reason` decides whether to start another.
+
+    `last_output` (the newest lines it printed, when nothing better explains the end) is for status
+    and journal; clients get `cause` only.
+    """
 
     cause: str
     reason: Reason
     was_ready: bool
+    last_output: str = ""
+
+    @property
+    def full_cause(self) -> str:
+        """Cause and last output in one sentence."""
+        return (
+            f"{self.cause}; its last output: {self.last_output}" if self.last_output else self.cause
+        )
 
     @property
     def restart_can_help(self) -> bool:
@@ -238,10 +250,13 @@ class EngineSession:
             cause = f"{self._failure.message} ({exit_text})"
             return EngineEnd(cause=cause, reason=self._failure.reason, was_ready=was_ready)
         cause = f"{self._verdict} ({exit_text})" if self._verdict else f"died with {exit_text}"
-        tail = [line for line in last_lines if line.strip()][-_CAUSE_LINES:]
-        if tail and not self._verdict:
-            cause += "; its last output: " + " | ".join(tail)
-        return EngineEnd(cause=cause, reason=_reason_of_exit(exit_text), was_ready=was_ready)
+        lines = () if self._verdict else [line for line in last_lines if line.strip()]
+        return EngineEnd(
+            cause=cause,
+            reason=_reason_of_exit(exit_text),
+            was_ready=was_ready,
+            last_output=" | ".join(lines[-_CAUSE_LINES:]),
+        )
 
 
 def _reason_of_exit(exit_text: str) -> Reason:

@@ -91,7 +91,7 @@ class EngineSupervisor:
             model=self._launch.settings.model,
             busy=len(self._requests) > 0,
             restarts_count=self._restarts_count,
-            cause="" if self._last_end is None else self._last_end.cause,
+            cause="" if self._last_end is None else self._last_end.full_cause,
             next_restart_s=self._next_restart_s,
         )
         if session is None:
@@ -250,7 +250,7 @@ class EngineSupervisor:
             _log.error(
                 "engine-died",
                 extra={
-                    "cause": end.cause,
+                    "cause": end.full_cause,
                     "reason": str(end.reason),
                     "requests_ended_count": ended_count,
                 },

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Final, NoReturn, assert_never
 
@@ -38,10 +37,11 @@ _CONTEXT_TOKENS: Final = 8192
 
 @dataclass(slots=True)
 class _Running:
-    """One accepted request. `planned` are all tokens it will emit, stop token included."""
+    """One accepted request: `planned_count` tokens, taken from `source` over and over."""
 
     request: GenerateRequest
-    planned: tuple[int, ...]
+    source: tuple[int, ...]
+    planned_count: int
     prefill_left_count: int
     done_count: int = 0
 
@@ -166,31 +166,29 @@ class ScriptedEngine:
         self._note_load()
 
     def _start(self, request: GenerateRequest) -> None:
-        self._running[request.request_id] = _Running(
-            request=request,
-            planned=self._plan(request),
-            prefill_left_count=self._script.prefill_steps_count,
-        )
-
-    def _plan(self, request: GenerateRequest) -> tuple[int, ...]:
         tokens = self._script.tokens
         source = request.prompt_token_ids if tokens.kind is TokenKind.ECHO else tokens.token_ids
-        if tokens.kind is TokenKind.CYCLE or request.ignore_eos:
-            return tuple(islice(cycle(source), request.max_new_tokens))
-        return source[: request.max_new_tokens]
+        endless = tokens.kind is TokenKind.CYCLE or request.ignore_eos
+        self._running[request.request_id] = _Running(
+            request=request,
+            source=source,
+            planned_count=request.max_new_tokens if endless and source else len(source),
+            prefill_left_count=self._script.prefill_steps_count,
+        )
 
     def _cancel(self, request_id: str) -> None:
         for request in self._waiting:
             if request.request_id == request_id:
                 self._waiting.remove(request)
+                self._note_load()
                 self._report(
                     SequenceUpdate(request_id=request_id, finish_reason=FinishReason.CANCELLED)
                 )
                 return
         running = self._running.pop(request_id, None)
         if running is not None:
+            self._admit_waiting()
             self._report(_end(running, FinishReason.CANCELLED, ()))
-        self._admit_waiting()
 
     def _admit_waiting(self) -> None:
         while self._waiting and len(self._running) < self._settings.max_running_count:
@@ -231,16 +229,16 @@ class ScriptedEngine:
             return None
         if running.done_count == 0:
             self._count(prefill_tokens=len(request.prompt_token_ids))
-        if not running.planned:
+        if running.planned_count == 0:
             return self._finish(running, FinishReason.STOP, ())
-        token_id = running.planned[running.done_count]
+        token_id = running.source[running.done_count % len(running.source)]
         running.done_count += 1
         self._count(decode_tokens=1)
         if token_id in request.stop_token_ids and not request.ignore_eos:
             return self._finish(running, FinishReason.STOP, ())
         if running.done_count >= request.max_new_tokens:
             return self._finish(running, FinishReason.LENGTH, (token_id,))
-        if running.done_count >= len(running.planned):
+        if running.done_count >= running.planned_count:
             return self._finish(running, FinishReason.STOP, (token_id,))
         return SequenceUpdate(request_id=request.request_id, token_ids=(token_id,))
 
