@@ -1,0 +1,86 @@
+from collections.abc import Sequence
+
+class Executor:
+    def __init__(self, cpus: Sequence[int], *, spin_s: float, isa: str) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads_count(self) -> int: ...
+    def linear_bf16(
+        self,
+        x: int,
+        w: int,
+        y: int,
+        *,
+        tokens: int,
+        in_features: int,
+        out_features: int,
+        bias: int,
+    ) -> None: ...
+    def experts_bf16(
+        self,
+        x: int,
+        expert_ids: int,
+        weights: int,
+        y: int,
+        *,
+        tokens: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        bank: int,
+        record_bytes: int,
+        experts_count: int,
+    ) -> None: ...
+    def merge(self, y: int, out: int, *, tokens: int, top_k: int, hidden_size: int) -> None: ...
+    def rms_norm(
+        self, x: int, weight: int, y: int, *, rows: int, size: int, eps: float
+    ) -> None: ...
+    def embed_rows16(
+        self, w: int, ids: int, out: int, *, tokens: int, features: int, vocab_size: int
+    ) -> None: ...
+    def store_kv(
+        self,
+        k: int,
+        v: int,
+        k_pages: int,
+        v_pages: int,
+        page_table: int,
+        sequence_index: int,
+        positions: int,
+        *,
+        tokens: int,
+        kv_heads: int,
+        head_size: int,
+        page_tokens: int,
+        max_pages: int,
+        sequences_count: int,
+        pages_count: int,
+    ) -> None: ...
+    def paged_attention(
+        self,
+        q: int,
+        k_pages: int,
+        v_pages: int,
+        page_table: int,
+        sequence_index: int,
+        positions: int,
+        out: int,
+        *,
+        tokens: int,
+        q_heads: int,
+        kv_heads: int,
+        head_size: int,
+        page_tokens: int,
+        max_pages: int,
+        scale: float,
+        sequences_count: int,
+        pages_count: int,
+    ) -> None: ...
+    def stream_read(self, data: int, length_bytes: int) -> int: ...
+
+def available_isas() -> list[str]: ...
+def rows16_bytes(rows: int, columns: int) -> int: ...
+def expert_bf16_bytes(hidden_size: int, intermediate_size: int) -> int: ...
+def pack_rows16(source: int, rows: int, columns: int, packed: int) -> None: ...
+def unpack_rows16(packed: int, rows: int, columns: int, target: int) -> None: ...

@@ -1,0 +1,309 @@
+"""The CPU executor: typed face of the `_exec` extension module.
+
+Buffers are passed as addresses (int): the callers own them, keep them alive during the call and
+check contiguity and dtype. Shapes: T tokens, k experts per token, H hidden size, N output and K
+input features, Nq/Nkv heads, D head size, S sequences. Weights are in the "rows16" layout: blocks
+of 16 rows, columns in pairs, [row block][column pair][row in block][element of the pair].
+
+Numerics: an output element depends on its own row and token only, never on the number of tokens,
+threads or the blocking; equal inputs give equal bits within one instruction set. Sums are fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from freetokend.core.errors import ConfigError, InternalError, Reason, ResourceError
+from freetokend.native import _exec
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    """What the extension refuses is a fault of the calling code."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise InternalError(f"CPU executor called wrongly: {error}") from error
+    except MemoryError as error:
+        raise ResourceError("no memory for the CPU executor's working buffers") from error
+    except RuntimeError as error:
+        raise InternalError(f"CPU executor: {error}") from error
+
+
+def available_isas() -> tuple[str, ...]:
+    """Instruction sets that this build has and this machine runs, best first."""
+    return tuple(_exec.available_isas())
+
+
+def rows16_bytes(rows: int, columns: int) -> int:
+    """Bytes of a [rows, columns] bf16 matrix in the rows16 layout."""
+    return _exec.rows16_bytes(rows, columns)
+
+
+def expert_bf16_bytes(hidden_size: int, intermediate_size: int) -> int:
+    """Bytes of one bf16 expert, without the padding of its record."""
+    return _exec.expert_bf16_bytes(hidden_size, intermediate_size)
+
+
+def pack_rows16(source: int, rows: int, columns: int, packed: int) -> None:
+    """Row-major bf16 [rows, columns] at `source` -> rows16 at `packed`, padding zeroed."""
+    _exec.pack_rows16(source, rows, columns, packed)
+
+
+def unpack_rows16(packed: int, rows: int, columns: int, target: int) -> None:
+    """The inverse of `pack_rows16`."""
+    _exec.unpack_rows16(packed, rows, columns, target)
+
+
+class Executor:
+    """Runs kernels on one thread per given cpu; the calling thread is the first of them.
+
+    The other threads are pinned to cpus[1:]. They spin for `spin_s` after a job, then sleep. All
+    calls release the GIL, are synchronous, and must come from one thread at a time. Wrong
+    dimensions, ids out of range and unaligned weights raise InternalError before anything is
+    written.
+    """
+
+    def __init__(self, cpus: Sequence[int], *, spin_s: float = 50e-6, isa: str = "auto") -> None:
+        """isa: "auto" (the best that this machine runs) or a name of `available_isas()`.
+
+        Raises ConfigError for an unknown instruction set or an impossible cpu list, ResourceError
+        for an instruction set that this processor lacks.
+        """
+        if not 0 <= spin_s <= 1:
+            raise ConfigError(f"spin_s is {spin_s}; it must be between 0 and 1 second")
+        try:
+            self._native: _exec.Executor | None = _exec.Executor(
+                list(cpus), spin_s=spin_s, isa=isa
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        except RuntimeError as error:
+            raise ResourceError(str(error), reason=Reason.DEVICE_UNUSABLE) from error
+        self._isa = self._native.isa
+        self._threads_count = self._native.threads_count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return self._isa
+
+    @property
+    def threads_count(self) -> int:
+        """Threads of a call, the calling one included."""
+        return self._threads_count
+
+    def close(self) -> None:
+        """Ends the threads. No call may be in progress; later calls raise InternalError."""
+        self._native = None
+
+    def _open(self) -> _exec.Executor:
+        if self._native is None:
+            raise InternalError("the CPU executor has been closed")
+        return self._native
+
+    def linear_bf16(
+        self,
+        x: int,
+        w: int,
+        y: int,
+        *,
+        tokens: int,
+        in_features: int,
+        out_features: int,
+        bias: int = 0,
+    ) -> None:
+        """y = x W^T (+ bias). x: bf16 [T, K]; w: rows16 bf16 [N, K]; bias: fp32 [N]; y: fp32 [T, N]."""
+        with _faults():
+            self._open().linear_bf16(
+                x,
+                w,
+                y,
+                tokens=tokens,
+                in_features=in_features,
+                out_features=out_features,
+                bias=bias,
+            )
+
+    def experts_bf16(
+        self,
+        x: int,
+        expert_ids: int,
+        weights: int,
+        y: int,
+        *,
+        tokens: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        bank: int,
+        record_bytes: int,
+        experts_count: int,
+        activation: str = "silu",
+    ) -> None:
+        """y[t, j] = weights[t, j] * expert(x[t]), expert = down(silu(gate x) * up x).
+
+        x: bf16 [T, H]; expert_ids: int32 [T, k], record index inside the bank, or -1 for a row of
+        zeros; weights: fp32 [T, k]; y: fp32 [T, k, H]. bank: address of the first of
+        `experts_count` records of `record_bytes`. Tokens are grouped by expert, so that an expert
+        shared by several tokens is read once. The product of gate and up is rounded to bf16.
+        """
+        if activation != "silu":
+            raise InternalError(f"activation '{activation}' has no CPU kernel; only silu has")
+        with _faults():
+            self._open().experts_bf16(
+                x,
+                expert_ids,
+                weights,
+                y,
+                tokens=tokens,
+                top_k=top_k,
+                hidden_size=hidden_size,
+                intermediate_size=intermediate_size,
+                bank=bank,
+                record_bytes=record_bytes,
+                experts_count=experts_count,
+            )
+
+    def merge(self, y: int, out: int, *, tokens: int, top_k: int, hidden_size: int) -> None:
+        """out[t] = sum over k, in order, of y[t, k]. y: fp32 [T, k, H]; out: fp32 [T, H]."""
+        with _faults():
+            self._open().merge(y, out, tokens=tokens, top_k=top_k, hidden_size=hidden_size)
+
+    def rms_norm(
+        self, x: int, weight: int, y: int, *, rows: int, size: int, eps: float
+    ) -> None:
+        """y = x / sqrt(mean(x^2) + eps) * weight, per row.
+
+        x: fp32 [rows, size]; weight: fp32 [size]; y: bf16 [rows, size].
+        """
+        with _faults():
+            self._open().rms_norm(x, weight, y, rows=rows, size=size, eps=eps)
+
+    def embed_rows16(
+        self,
+        w: int,
+        ids: int,
+        out: int,
+        *,
+        tokens: int,
+        features: int,
+        vocab_size: int = 0,
+    ) -> None:
+        """out[t] = row ids[t] of the rows16 matrix w. ids: int64 [T]; out: fp32 [T, features].
+
+        vocab_size: rows of w, to check the ids against; 0 checks for negative ids only.
+        """
+        with _faults():
+            self._open().embed_rows16(
+                w, ids, out, tokens=tokens, features=features, vocab_size=vocab_size
+            )
+
+    def store_kv(
+        self,
+        k: int,
+        v: int,
+        k_pages: int,
+        v_pages: int,
+        page_table: int,
+        sequence_index: int,
+        positions: int,
+        *,
+        tokens: int,
+        kv_heads: int,
+        head_size: int,
+        page_tokens: int,
+        max_pages: int,
+        sequences_count: int = 0,
+        pages_count: int = 0,
+    ) -> None:
+        """Writes the keys and values of T tokens into their pages, rounded to bf16.
+
+        k, v: fp32 [T, Nkv, D]; k_pages, v_pages: bf16 [pages, Nkv, page_tokens, D]; page_table:
+        int32 [S, max_pages]; sequence_index, positions: int32 [T]. sequences_count and
+        pages_count bound the indices; 0 leaves that bound unchecked.
+        """
+        with _faults():
+            self._open().store_kv(
+                k,
+                v,
+                k_pages,
+                v_pages,
+                page_table,
+                sequence_index,
+                positions,
+                tokens=tokens,
+                kv_heads=kv_heads,
+                head_size=head_size,
+                page_tokens=page_tokens,
+                max_pages=max_pages,
+                sequences_count=sequences_count,
+                pages_count=pages_count,
+            )
+
+    def paged_attention(
+        self,
+        q: int,
+        k_pages: int,
+        v_pages: int,
+        page_table: int,
+        sequence_index: int,
+        positions: int,
+        out: int,
+        *,
+        tokens: int,
+        q_heads: int,
+        kv_heads: int,
+        head_size: int,
+        page_tokens: int,
+        max_pages: int,
+        scale: float,
+        sequences_count: int = 0,
+        pages_count: int = 0,
+    ) -> None:
+        """Causal attention: a token at position p attends to positions 0..p of its sequence.
+
+        q: fp32 [T, Nq, D]; out: bf16 [T, Nq * D]; the rest as in `store_kv`, which must have
+        written those positions. Query head h reads kv head h // (Nq // Nkv).
+        """
+        with _faults():
+            self._open().paged_attention(
+                q,
+                k_pages,
+                v_pages,
+                page_table,
+                sequence_index,
+                positions,
+                out,
+                tokens=tokens,
+                q_heads=q_heads,
+                kv_heads=kv_heads,
+                head_size=head_size,
+                page_tokens=page_tokens,
+                max_pages=max_pages,
+                scale=scale,
+                sequences_count=sequences_count,
+                pages_count=pages_count,
+            )
+
+    def stream_read(self, data: int, length_bytes: int) -> int:
+        """Reads memory once with all threads (64-byte aligned); returns a checksum.
+
+        The time it takes is the machine's read ceiling for the kernels.
+        """
+        with _faults():
+            return self._open().stream_read(data, length_bytes)

@@ -1,0 +1,179 @@
+// Python face of the executor: addresses are integers, the GIL is released during every call.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "src/executor.h"
+#include "src/isa.h"
+#include "src/layout.h"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+using namespace freetoken::exec;
+
+namespace {
+
+using Address = std::uintptr_t;
+using Release = py::call_guard<py::gil_scoped_release>;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Executor* make_executor(std::vector<int> cpus, double spin_s, const std::string& isa) {
+  const std::chrono::duration<double> spin(spin_s);
+  return new Executor(std::move(cpus), std::chrono::duration_cast<std::chrono::nanoseconds>(spin),
+                      isa);
+}
+
+void linear_bf16(Executor& executor, Address x, Address w, Address y, std::size_t tokens,
+                 std::size_t in_features, std::size_t out_features, Address bias) {
+  executor.linear_bf16({.x = at<const Bf16>(x),
+                        .w = at<const std::byte>(w),
+                        .bias = at<const float>(bias),
+                        .y = at<float>(y),
+                        .tokens = tokens,
+                        .in_features = in_features,
+                        .out_features = out_features});
+}
+
+void experts_bf16(Executor& executor, Address x, Address expert_ids, Address weights, Address y,
+                  std::size_t tokens, std::size_t top_k, std::size_t hidden_size,
+                  std::size_t intermediate_size, Address bank, std::size_t record_bytes,
+                  std::size_t experts_count) {
+  executor.experts_bf16({.x = at<const Bf16>(x),
+                         .expert_ids = at<const std::int32_t>(expert_ids),
+                         .weights = at<const float>(weights),
+                         .y = at<float>(y),
+                         .tokens = tokens,
+                         .top_k = top_k,
+                         .hidden = hidden_size,
+                         .intermediate = intermediate_size,
+                         .bank = at<const std::byte>(bank),
+                         .record_bytes = record_bytes,
+                         .experts_count = experts_count});
+}
+
+void merge(Executor& executor, Address y, Address out, std::size_t tokens, std::size_t top_k,
+           std::size_t hidden_size) {
+  executor.merge(at<const float>(y), at<float>(out), tokens, top_k, hidden_size);
+}
+
+void rms_norm(Executor& executor, Address x, Address weight, Address y, std::size_t rows,
+              std::size_t size, float eps) {
+  executor.rms_norm(at<const float>(x), at<const float>(weight), at<Bf16>(y), rows, size, eps);
+}
+
+void embed_rows16(Executor& executor, Address w, Address ids, Address out, std::size_t tokens,
+                  std::size_t features, std::size_t vocab_size) {
+  executor.embed_rows16(at<const std::byte>(w), at<const std::int64_t>(ids), at<float>(out), tokens,
+                        features, vocab_size);
+}
+
+void store_kv(Executor& executor, Address k, Address v, Address k_pages, Address v_pages,
+              Address page_table, Address sequence_index, Address positions, std::size_t tokens,
+              std::size_t kv_heads, std::size_t head_size, std::size_t page_tokens,
+              std::size_t max_pages, std::size_t sequences_count, std::size_t pages_count) {
+  executor.store_kv({.k = at<const float>(k),
+                     .v = at<const float>(v),
+                     .k_pages = at<Bf16>(k_pages),
+                     .v_pages = at<Bf16>(v_pages),
+                     .page_table = at<const std::int32_t>(page_table),
+                     .sequence_index = at<const std::int32_t>(sequence_index),
+                     .positions = at<const std::int32_t>(positions),
+                     .tokens = tokens,
+                     .kv_heads = kv_heads,
+                     .head_size = head_size,
+                     .page_tokens = page_tokens,
+                     .max_pages = max_pages,
+                     .sequences = sequences_count,
+                     .pages = pages_count});
+}
+
+void paged_attention(Executor& executor, Address q, Address k_pages, Address v_pages,
+                     Address page_table, Address sequence_index, Address positions, Address out,
+                     std::size_t tokens, std::size_t q_heads, std::size_t kv_heads,
+                     std::size_t head_size, std::size_t page_tokens, std::size_t max_pages,
+                     float scale, std::size_t sequences_count, std::size_t pages_count) {
+  executor.paged_attention({.q = at<const float>(q),
+                            .k_pages = at<const Bf16>(k_pages),
+                            .v_pages = at<const Bf16>(v_pages),
+                            .page_table = at<const std::int32_t>(page_table),
+                            .sequence_index = at<const std::int32_t>(sequence_index),
+                            .positions = at<const std::int32_t>(positions),
+                            .out = at<Bf16>(out),
+                            .tokens = tokens,
+                            .q_heads = q_heads,
+                            .kv_heads = kv_heads,
+                            .head_size = head_size,
+                            .page_tokens = page_tokens,
+                            .max_pages = max_pages,
+                            .sequences = sequences_count,
+                            .pages = pages_count,
+                            .scale = scale});
+}
+
+void bind_executor(py::module_& module) {
+  py::class_<Executor>(module, "Executor")
+      .def(py::init(&make_executor), "cpus"_a, py::kw_only(), "spin_s"_a, "isa"_a)
+      .def_property_readonly("isa", [](const Executor& executor) { return executor.isa(); })
+      .def_property_readonly("threads_count", &Executor::threads_count)
+      .def("linear_bf16", &linear_bf16, Release(), "x"_a, "w"_a, "y"_a, py::kw_only(), "tokens"_a,
+           "in_features"_a, "out_features"_a, "bias"_a)
+      .def("experts_bf16", &experts_bf16, Release(), "x"_a, "expert_ids"_a, "weights"_a, "y"_a,
+           py::kw_only(), "tokens"_a, "top_k"_a, "hidden_size"_a, "intermediate_size"_a, "bank"_a,
+           "record_bytes"_a, "experts_count"_a)
+      .def("merge", &merge, Release(), "y"_a, "out"_a, py::kw_only(), "tokens"_a, "top_k"_a,
+           "hidden_size"_a)
+      .def("rms_norm", &rms_norm, Release(), "x"_a, "weight"_a, "y"_a, py::kw_only(), "rows"_a,
+           "size"_a, "eps"_a)
+      .def("embed_rows16", &embed_rows16, Release(), "w"_a, "ids"_a, "out"_a, py::kw_only(),
+           "tokens"_a, "features"_a, "vocab_size"_a)
+      .def("store_kv", &store_kv, Release(), "k"_a, "v"_a, "k_pages"_a, "v_pages"_a,
+           "page_table"_a, "sequence_index"_a, "positions"_a, py::kw_only(), "tokens"_a,
+           "kv_heads"_a, "head_size"_a, "page_tokens"_a, "max_pages"_a, "sequences_count"_a,
+           "pages_count"_a)
+      .def("paged_attention", &paged_attention, Release(), "q"_a, "k_pages"_a, "v_pages"_a,
+           "page_table"_a, "sequence_index"_a, "positions"_a, "out"_a, py::kw_only(), "tokens"_a,
+           "q_heads"_a, "kv_heads"_a, "head_size"_a, "page_tokens"_a, "max_pages"_a, "scale"_a,
+           "sequences_count"_a, "pages_count"_a)
+      .def(
+          "stream_read",
+          [](Executor& executor, Address data, std::size_t length_bytes) {
+            return executor.stream_read(at<const std::byte>(data), length_bytes);
+          },
+          Release(), "data"_a, "length_bytes"_a);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_exec, module) {
+  module.doc() = "CPU kernels and the executor's threads.";
+  bind_executor(module);
+  module.def("available_isas", &available_isas);
+  module.def("rows16_bytes",
+             [](std::size_t rows, std::size_t columns) { return rows16_bytes(rows, columns); },
+             "rows"_a, "columns"_a);
+  module.def("expert_bf16_bytes",
+             [](std::size_t hidden, std::size_t intermediate) {
+               return expert_bf16_bytes(hidden, intermediate);
+             },
+             "hidden_size"_a, "intermediate_size"_a);
+  module.def(
+      "pack_rows16",
+      [](Address source, std::size_t rows, std::size_t columns, Address packed) {
+        pack_rows16(at<const Bf16>(source), rows, columns, at<Bf16>(packed));
+      },
+      Release(), "source"_a, "rows"_a, "columns"_a, "packed"_a);
+  module.def(
+      "unpack_rows16",
+      [](Address packed, std::size_t rows, std::size_t columns, Address target) {
+        unpack_rows16(at<const Bf16>(packed), rows, columns, at<Bf16>(target));
+      },
+      Release(), "packed"_a, "rows"_a, "columns"_a, "target"_a);
+}

@@ -1,0 +1,134 @@
+#include "executor.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "exclusive.h"
+#include "isa.h"
+#include "layout.h"
+#include "validate.h"
+
+namespace freetoken::exec {
+namespace {
+
+// Rows that one worker takes at a time in row-wise operations, by elements.
+constexpr std::size_t kRowsTileElements = 32 * 1024;
+
+// body(row) for every row, spread over the workers when it is worth waking them.
+template <class Body>
+void for_rows(WorkerPool& pool, std::size_t rows, std::size_t row_elements, const Body& body) {
+  const std::size_t step = std::max<std::size_t>(1, kRowsTileElements / row_elements);
+  pool.run(ceil_div(rows, step), [&](std::uint32_t tile, int) noexcept {
+    const std::size_t begin = tile * step;
+    for (std::size_t row = begin; row < std::min(rows, begin + step); ++row) body(row);
+  });
+}
+
+}  // namespace
+
+Executor::Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, std::string_view isa)
+    : pool_(std::move(cpus), spin), kernels_(select_kernels(isa)) {
+  const std::size_t tile = kTileBlocks * static_cast<std::size_t>(kernels_->bf16.max_width);
+  accumulators_stride_ = tile * kRowsPerBlock;
+  accumulators_.get<float>(accumulators_stride_ * static_cast<std::size_t>(threads_count()));
+}
+
+float* Executor::accumulators(int worker) {
+  return accumulators_.get<float>(1) + accumulators_stride_ * static_cast<std::size_t>(worker);
+}
+
+void Executor::linear_bf16(const LinearCall& call) {
+  const Exclusive exclusive(busy_);
+  validate(call);
+  const FormatKernels& format = kernels_->bf16;
+  groups_.all_tokens(call.tokens, format.max_width);
+  panels_.pack(groups_, format, call.x, call.tokens, call.in_features, 1,
+               pool_);
+  const std::size_t block_bytes = format.block_bytes(call.in_features);
+  tiles_.plan(groups_, ceil_div(call.out_features, kRowsPerBlock), 1, block_bytes,
+              format.max_width, threads_count());
+  pool_.run(tiles_.tiles().size(), [&](std::uint32_t index, int worker) noexcept {
+    const ProductTile& tile = tiles_.tiles()[index];
+    float* acc = accumulators(worker);
+    for (std::size_t i = 0; i < tile.panels_count; ++i) {
+      const Panel& panel = groups_.panels()[tile.first_panel + i];
+      format.dot(call.w + tile.first_unit * block_bytes, static_cast<int>(tile.units_count),
+                 call.in_features, panels_.at(tile.first_panel + i), panel.width, acc);
+      store_linear(call, tile, panel, acc);
+    }
+  });
+}
+
+void Executor::store_linear(const LinearCall& call, const ProductTile& tile, const Panel& panel,
+                            const float* acc) {
+  for (std::size_t block = tile.first_unit; block < tile.first_unit + tile.units_count; ++block) {
+    const std::size_t row = block * kRowsPerBlock;
+    const std::size_t count = std::min(kRowsPerBlock, call.out_features - row);
+    for (int i = 0; i < panel.width; ++i, acc += kRowsPerBlock) {
+      // In a linear layer the panel's rows are consecutive tokens.
+      float* y = call.y + (panel.first_row + static_cast<std::size_t>(i)) * call.out_features + row;
+      for (std::size_t lane = 0; lane < count; ++lane) {
+        y[lane] = call.bias != nullptr ? acc[lane] + call.bias[row + lane] : acc[lane];
+      }
+    }
+  }
+}
+
+void Executor::merge(const float* y, float* out, std::size_t tokens, std::size_t top_k,
+                     std::size_t hidden) {
+  const Exclusive exclusive(busy_);
+  require(y != nullptr && out != nullptr, "merge: null address");
+  require(top_k > 0 && hidden > 0, "merge: top_k and hidden_size must be positive");
+  for_rows(pool_, tokens, top_k * hidden, [&](std::size_t token) {
+    float* sum = out + token * hidden;
+    const float* part = y + token * top_k * hidden;
+    std::copy_n(part, hidden, sum);
+    for (std::size_t k = 1; k < top_k; ++k) {
+      for (std::size_t i = 0; i < hidden; ++i) sum[i] += part[k * hidden + i];
+    }
+  });
+}
+
+void Executor::rms_norm(const float* x, const float* weight, Bf16* y, std::size_t rows,
+                        std::size_t size, float eps) {
+  const Exclusive exclusive(busy_);
+  require(x != nullptr && weight != nullptr && y != nullptr, "rms_norm: null address");
+  require(size > 0, "rms_norm: size must be positive");
+  require(eps >= 0, "rms_norm: eps must not be negative");
+  for_rows(pool_, rows, size, [&](std::size_t row) {
+    kernels_->rms_norm(x + row * size, weight, size, eps, y + row * size);
+  });
+}
+
+void Executor::embed_rows16(const std::byte* w, const std::int64_t* ids, float* out,
+                            std::size_t tokens, std::size_t features, std::size_t vocab_size) {
+  const Exclusive exclusive(busy_);
+  require(w != nullptr && ids != nullptr && out != nullptr, "embed_rows16: null address");
+  require(features > 0, "embed_rows16: features must be positive");
+  for (std::size_t token = 0; token < tokens; ++token) {
+    require_index(ids[token], vocab_size, "embed_rows16: token id");
+  }
+  const std::size_t block_bytes = rows16_block_bytes(features);
+  for_rows(pool_, tokens, features, [&](std::size_t token) {
+    const auto row = static_cast<std::size_t>(ids[token]);
+    const auto* block = reinterpret_cast<const Bf16*>(w + row / kRowsPerBlock * block_bytes);
+    const std::size_t lane = row % kRowsPerBlock;
+    for (std::size_t i = 0; i < features; ++i) {
+      out[token * features + i] = bf16_to_float(block[(i / 2 * kRowsPerBlock + lane) * 2 + i % 2]);
+    }
+  });
+}
+
+std::uint64_t Executor::stream_read(const std::byte* data, std::size_t length_bytes) {
+  const Exclusive exclusive(busy_);
+  require_aligned(data, "stream_read: data");
+  constexpr std::size_t kPiece = 1 << 20;
+  std::atomic<std::uint64_t> sum{0};
+  pool_.run(ceil_div(length_bytes, kPiece), [&](std::uint32_t tile, int) noexcept {
+    const std::size_t begin = tile * kPiece;
+    sum ^= kernels_->stream_read(data + begin, std::min(kPiece, length_bytes - begin));
+  });
+  return sum;
+}
+
+}  // namespace freetoken::exec

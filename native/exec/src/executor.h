@@ -1,0 +1,119 @@
+// The CPU executor: matrix products, experts, norms and attention over packed weights.
+//
+// Numerics: an output element depends on its row and its token only. Every product has one
+// accumulator per (row, token) that takes the columns in order, whatever the number of tokens,
+// threads or the blocking, so results are equal bit for bit.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "attention_plan.h"
+#include "kernels.h"
+#include "panels.h"
+#include "scratch.h"
+#include "tiles.h"
+#include "worker_pool.h"
+
+namespace freetoken::exec {
+
+// y[token][row] = x[token] . w[row] + bias[row]
+struct LinearCall {
+  const Bf16* x;          // [tokens][in_features]
+  const std::byte* w;     // rows16, aligned to 64 bytes
+  const float* bias;      // [out_features] or null
+  float* y;               // [tokens][out_features]
+  std::size_t tokens, in_features, out_features;
+};
+
+// y[token][k] = weights[token][k] * down(silu(gate x) * up x) of expert expert_ids[token][k]; an
+// id of -1 gives zeros.
+struct ExpertsCall {
+  const Bf16* x;                   // [tokens][hidden]
+  const std::int32_t* expert_ids;  // [tokens][top_k], -1 or an index of a record
+  const float* weights;            // [tokens][top_k]
+  float* y;                        // [tokens][top_k][hidden]
+  std::size_t tokens, top_k, hidden, intermediate;
+  const std::byte* bank;           // experts_count records, aligned to 64 bytes
+  std::size_t record_bytes, experts_count;
+};
+
+struct StoreKvCall {
+  const float* k;                     // [tokens][kv_heads][head_size]
+  const float* v;
+  Bf16* k_pages;                      // [pages][kv_heads][page_tokens][head_size]
+  Bf16* v_pages;
+  const std::int32_t* page_table;     // [sequences][max_pages]
+  const std::int32_t* sequence_index; // [tokens]
+  const std::int32_t* positions;      // [tokens]
+  std::size_t tokens, kv_heads, head_size, page_tokens, max_pages;
+  std::size_t sequences, pages;       // bounds to check against; 0 = unknown
+};
+
+struct AttentionCall {
+  const float* q;                     // [tokens][q_heads][head_size]
+  const Bf16* k_pages;
+  const Bf16* v_pages;
+  const std::int32_t* page_table;
+  const std::int32_t* sequence_index;
+  const std::int32_t* positions;
+  Bf16* out;                          // [tokens][q_heads * head_size]
+  std::size_t tokens, q_heads, kv_heads, head_size, page_tokens, max_pages;
+  std::size_t sequences, pages;
+  float scale;
+};
+
+// Wrong arguments throw std::invalid_argument; nothing has been written then. Calls are
+// synchronous and must come from one thread at a time (a second one gets std::logic_error).
+class Executor {
+ public:
+  Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, std::string_view isa);
+
+  const char* isa() const { return kernels_->isa; }
+  int threads_count() const { return pool_.workers_count(); }
+
+  void linear_bf16(const LinearCall& call);
+  void experts_bf16(const ExpertsCall& call);
+  // out[token] = sum over k, in order, of y[token][k]
+  void merge(const float* y, float* out, std::size_t tokens, std::size_t top_k,
+             std::size_t hidden);
+  void rms_norm(const float* x, const float* weight, Bf16* y, std::size_t rows, std::size_t size,
+                float eps);
+  // vocab_size 0 = unknown: then only negative ids are refused.
+  void embed_rows16(const std::byte* w, const std::int64_t* ids, float* out, std::size_t tokens,
+                    std::size_t features, std::size_t vocab_size);
+  void store_kv(const StoreKvCall& call);
+  void paged_attention(const AttentionCall& call);
+  // Reads the bytes once with all workers, as the kernels do; returns a checksum.
+  std::uint64_t stream_read(const std::byte* data, std::size_t length_bytes);
+
+ private:
+  float* accumulators(int worker);
+  static void store_linear(const LinearCall& call, const ProductTile& tile, const Panel& panel,
+                           const float* acc);
+  void run_gate_up(const ExpertsCall& call);
+  void run_down(const ExpertsCall& call);
+  void store_weighted(const ExpertsCall& call, const ProductTile& tile, const Panel& panel,
+                      const float* acc);
+  float* attention_workspace(int worker);
+  void attend_pairs(const AttentionCall& call);
+  void attend_parts(const AttentionCall& call);
+
+  std::atomic<bool> busy_{false};
+  WorkerPool pool_;
+  const Kernels* kernels_;
+  // State of the call in progress, kept for its memory.
+  TokenGroups groups_;
+  ProductTiles tiles_;
+  Panels panels_;  // activations
+  Panels middle_;  // activations between the two products of an expert
+  std::size_t accumulators_stride_ = 0;
+  Scratch accumulators_;  // per worker
+  AttentionPlan attention_;
+};
+
+}  // namespace freetoken::exec

@@ -1,0 +1,160 @@
+// The bf16 weight format: row blocks times panels of tokens.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "kernels.h"
+#include "layout.h"
+#include "vector_math.h"
+
+namespace freetoken::exec {
+namespace {
+
+// How far ahead of the row block being read. One block's columns are one stream, and hardware
+// prefetchers stop at 4 KiB pages.
+inline constexpr std::size_t kPrefetchBytes = 1024;
+inline constexpr std::size_t kPairBytes = kRowsPerBlock * 2 * sizeof(Bf16);
+
+template <class Isa>
+struct Bf16Format {
+  using F = typename Isa::F;
+  using Activation = typename Isa::Activation;
+
+  static std::size_t panel_bytes(std::size_t columns, int width) {
+    return ceil_div(columns, 2) * Isa::kSteps * static_cast<std::size_t>(width) *
+           sizeof(Activation);
+  }
+
+  // Element (column, token) of a panel: singles [column][token], or bf16 pairs [pair][token][2].
+  static void put(std::byte* panel, std::size_t column, std::size_t token, std::size_t width,
+                  Bf16 value) {
+    if constexpr (Isa::kSteps == 2) {
+      reinterpret_cast<float*>(panel)[column * width + token] = bf16_to_float(value);
+    } else {
+      reinterpret_cast<Bf16*>(panel)[(column / 2 * width + token) * 2 + column % 2] = value;
+    }
+  }
+
+  static void pack_panel(const Bf16* const* rows, int width, std::size_t columns,
+                         std::byte* panel) {
+    const auto tokens = static_cast<std::size_t>(width);
+    for (std::size_t token = 0; token < tokens; ++token) {
+      const Bf16* row = rows[token];
+      if (tokens == 1) {  // the stride known to the compiler: vectorised
+        for (std::size_t column = 0; column < columns; ++column) {
+          put(panel, column, 0, 1, row[column]);
+        }
+      } else
+      for (std::size_t column = 0; column < columns; ++column) {
+        put(panel, column, token, tokens, row[column]);
+      }
+      if (columns % 2 != 0) put(panel, columns, token, tokens, 0);
+    }
+  }
+
+  template <int Blocks, int Width, int Step>
+  static inline __attribute__((always_inline)) void step(const std::byte* weights,
+                                                         std::size_t block_bytes,
+                                                         const Activation* x,
+                                                         F (&acc)[Blocks][Width]) {
+#pragma GCC unroll 8
+    for (int b = 0; b < Blocks; ++b) {
+      const auto w =
+          Isa::template decode<Step>(weights + static_cast<std::size_t>(b) * block_bytes);
+#pragma GCC unroll 16
+      for (int t = 0; t < Width; ++t) {
+        acc[b][t] = Isa::accumulate(acc[b][t], w, x + Step * Width + t);
+      }
+    }
+  }
+
+  template <int Blocks, int Width>
+  static void tile(const std::byte* weights, std::size_t columns, const Activation* x,
+                   float* out) {
+    F acc[Blocks][Width];
+#pragma GCC unroll 8
+    for (int b = 0; b < Blocks; ++b) {
+#pragma GCC unroll 16
+      for (int t = 0; t < Width; ++t) acc[b][t] = Isa::zero();
+    }
+    const std::size_t pairs = ceil_div(columns, 2);
+    const std::size_t block_bytes = pairs * kPairBytes;
+    for (std::size_t pair = 0; pair < pairs; ++pair) {
+#pragma GCC unroll 8
+      for (int b = 0; b < Blocks; ++b) {
+        Isa::prefetch(weights + static_cast<std::size_t>(b) * block_bytes + kPrefetchBytes);
+      }
+      step<Blocks, Width, 0>(weights, block_bytes, x, acc);
+      if constexpr (Isa::kSteps == 2) step<Blocks, Width, 1>(weights, block_bytes, x, acc);
+      weights += kPairBytes;
+      x += Isa::kSteps * Width;
+    }
+#pragma GCC unroll 8
+    for (int b = 0; b < Blocks; ++b) {
+#pragma GCC unroll 16
+      for (int t = 0; t < Width; ++t) Isa::store(out + (b * Width + t) * 16, acc[b][t]);
+    }
+  }
+
+  // `blocks` blocks in groups as large as the registers allow.
+  template <int Width, int Blocks = Isa::row_blocks(Width)>
+  static void dot_width(const std::byte* weights, int blocks, std::size_t columns,
+                        const Activation* x, float* acc) {
+    const std::size_t block_bytes = rows16_block_bytes(columns);
+    for (; blocks >= Blocks; blocks -= Blocks) {
+      tile<Blocks, Width>(weights, columns, x, acc);
+      weights += Blocks * block_bytes;
+      acc += Blocks * Width * 16;
+    }
+    if constexpr (Blocks > 1) {
+      if (blocks > 0) dot_width<Width, Blocks / 2>(weights, blocks, columns, x, acc);
+    }
+  }
+
+  template <int... Index>
+  static void dot_any(std::integer_sequence<int, Index...> /*widths*/, const std::byte* weights,
+                      int blocks, std::size_t columns, const std::byte* panel, int width,
+                      float* acc) {
+    const auto* x = reinterpret_cast<const Activation*>(panel);
+    ((width == Index + 1 ? dot_width<Index + 1>(weights, blocks, columns, x, acc) : void()), ...);
+  }
+
+  static void dot(const std::byte* weights, int blocks, std::size_t columns,
+                  const std::byte* panel, int width, float* acc) {
+    dot_any(std::make_integer_sequence<int, Isa::kMaxWidth>{}, weights, blocks, columns, panel,
+            width, acc);
+  }
+
+  static void swiglu(const float* acc, int block_pairs, int width, std::size_t first_row,
+                     std::byte* panel) {
+    const auto tokens = static_cast<std::size_t>(width);
+    for (int pair = 0; pair < block_pairs; ++pair) {
+      for (std::size_t token = 0; token < tokens; ++token) {
+        const F gate = Isa::load(acc + token * 16);
+        const F up = Isa::load(acc + (tokens + token) * 16);
+        const F e = exponential<Isa>(Isa::sub(Isa::zero(), gate));
+        const F silu = Isa::div(gate, Isa::add(Isa::set1(1.0F), e));
+        float lanes[16];
+        Isa::store(lanes, Isa::mul(silu, up));
+        for (std::size_t lane = 0; lane < 16; ++lane) {
+          put(panel, first_row + lane, token, tokens, float_to_bf16(lanes[lane]));
+        }
+      }
+      acc += 2 * tokens * 16;
+      first_row += 16;
+    }
+  }
+
+  static constexpr FormatKernels table() {
+    return {.block_bytes = [](std::size_t columns) { return rows16_block_bytes(columns); },
+            .max_width = Isa::kMaxWidth,
+            .panel_bytes = panel_bytes,
+            .pack_panel = pack_panel,
+            .dot = dot,
+            .swiglu = swiglu};
+  }
+};
+
+}  // namespace
+}  // namespace freetoken::exec

@@ -1,0 +1,86 @@
+// Sixteen lanes as one AVX-512 register (F, BW, VL): bf16 widened to single, then FMA.
+#pragma once
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "bf16.h"
+
+namespace freetoken::exec {
+namespace {
+
+struct Avx512Isa {
+  static constexpr const char* kName = "avx512";
+  static constexpr int kMaxWidth = 12;
+  static constexpr int row_blocks(int width) { return width <= 6 ? 4 : 2; }
+
+  using F = __m512;
+
+  static F zero() { return _mm512_setzero_ps(); }
+  static F set1(float x) { return _mm512_set1_ps(x); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static F load_bf16(const Bf16* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F power_of_two(F a) {
+    const __m512i shifted = _mm512_slli_epi32(_mm512_castps_si512(a), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(shifted, _mm512_set1_epi32(0x3f800000)));
+  }
+  static __m256 upper(F a) {
+    return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));
+  }
+  static float reduce_add(F a) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), upper(a));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  static float reduce_max(F a) {
+    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(a), upper(a));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
+
+  using Activation = float;
+  using W = F;
+  static constexpr int kSteps = 2;
+  template <int Step>
+  static W decode(const std::byte* pair) {
+    const __m512i pairs = _mm512_load_si512(pair);
+    if constexpr (Step == 0) {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    } else {
+      return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
+    }
+  }
+  static F accumulate(F acc, W w, const Activation* x) {
+    return _mm512_fmadd_ps(w, _mm512_set1_ps(*x), acc);
+  }
+  static void prefetch(const std::byte* address) { _mm_prefetch(address, _MM_HINT_T0); }
+
+  static std::uint64_t stream_read(const std::byte* data, std::size_t length_bytes) {
+    __m512i sum[4] = {};
+    for (std::size_t i = 0; i + 256 <= length_bytes; i += 256) {
+      for (int j = 0; j < 4; ++j) {
+        sum[j] = _mm512_xor_si512(sum[j], _mm512_load_si512(data + i + 64 * j));
+      }
+    }
+    const __m512i all = _mm512_xor_si512(_mm512_xor_si512(sum[0], sum[1]),
+                                         _mm512_xor_si512(sum[2], sum[3]));
+    return static_cast<std::uint64_t>(_mm512_reduce_add_epi64(all));
+  }
+};
+
+}  // namespace
+}  // namespace freetoken::exec

@@ -1,0 +1,12 @@
+#include "isa_avx2.h"
+
+#include "make_kernels.h"
+
+namespace freetoken::exec {
+
+const Kernels* avx2_kernels() {
+  static constexpr Kernels kTable = make_kernels<Avx2Isa>();
+  return &kTable;
+}
+
+}  // namespace freetoken::exec
