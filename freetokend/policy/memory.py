@@ -57,6 +57,35 @@ class MemoryPreflight:
     arithmetic: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What decides the size of one step's temporary tensors."""
+
+    step_tokens: int
+    max_running_count: int
+    hidden_size: int
+    attention_size: int
+    experts_per_token_count: int
+    expert_size: int
+    vocab_size: int
+
+
+def step_workspace_bytes(shape: StepShape) -> int:
+    """Upper bound of what one step allocates besides keys and values.
+
+    Per token: residual stream and its neighbours, query, keys, values and attention output, and
+    of each routed expert its activations and its fp32 result. Per sampled row: its logits in fp32
+    and the sampler's three float64 arrays.
+    """
+    per_token = (
+        8 * 4 * shape.hidden_size
+        + 4 * 4 * shape.attention_size
+        + shape.experts_per_token_count * (4 * shape.hidden_size + 8 * shape.expert_size)
+    )
+    per_row = shape.vocab_size * (4 + 3 * 8)
+    return shape.step_tokens * per_token + shape.max_running_count * per_row
+
+
 def host_memory_preflight(memory: HostMemory, demand: MemoryDemand) -> MemoryPreflight:
     """Compare the demand that is not yet paid with min(MemAvailable, cgroup) and the pool cap."""
     unpaid_pool_bytes = max(demand.pool_bytes - demand.pool_paid_bytes, 0)

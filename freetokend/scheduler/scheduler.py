@@ -291,9 +291,9 @@ class Scheduler:
             sampling = sampling_params(request.sampling, self._fresh_seed)
         except ValueError as error:
             return Refused(reason=Reason.INVALID_REQUEST, message=str(error))
-        stop_ids = frozenset(request.stop_token_ids)
-        if not request.ignore_eos:
-            stop_ids |= self._limits.eos_token_ids
+        stop_ids: frozenset[int] = frozenset()
+        if not request.ignore_eos:  # otherwise only the length ends it, whoever lists the ids
+            stop_ids = self._limits.eos_token_ids.union(request.stop_token_ids)
         sequence = Sequence(self._next_key, request, sampling, decision.max_new_tokens, stop_ids)
         self._next_key += 1
         self._by_id[request.request_id] = sequence

@@ -8,8 +8,10 @@ from freetokend.core.errors import Reason, ResourceError
 from freetokend.policy.memory import (
     HostMemory,
     MemoryDemand,
+    StepShape,
     host_memory_preflight,
     require_host_memory,
+    step_workspace_bytes,
 )
 
 GIB = 1 << 30
@@ -69,3 +71,20 @@ def test_the_refusal_holds_the_arithmetic() -> None:
         "pool 10.00 GiB + KV 2.00 GiB + workspace 1.00 GiB + headroom 1.00 GiB = 14.00 GiB, "
         "MemAvailable allows 8.00 GiB" in caught.value.message
     )
+
+
+def test_the_workspace_grows_with_what_a_step_holds() -> None:
+    shape = {
+        "step_tokens": 512,
+        "max_running_count": 64,
+        "hidden_size": 576,
+        "attention_size": 576,
+        "experts_per_token_count": 2,
+        "expert_size": 1536,
+        "vocab_size": 49_152,
+    }
+    base = step_workspace_bytes(StepShape(**shape))
+    # the logits of 64 rows alone are 12.6 MB, the experts' results of 512 tokens 2.4 MB
+    assert 15_000_000 < base < 200_000_000
+    for name in shape:
+        assert step_workspace_bytes(StepShape(**{**shape, name: shape[name] * 2})) > base

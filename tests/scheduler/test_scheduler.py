@@ -86,7 +86,7 @@ def test_stop_tokens_are_counted_but_not_told() -> None:
     bench = Bench(eos_token_ids=frozenset({expected[3]}))
     bench.submit(request("eos", [5, 6], 50))
     bench.submit(request("own", [5, 6], 50, stop_token_ids=(expected[1],)))
-    bench.submit(request("on", [5, 6], 6, ignore_eos=True))
+    bench.submit(request("on", [5, 6], 6, ignore_eos=True, stop_token_ids=(expected[0],)))
     bench.run()
     assert bench.tokens["eos"] == expected[:3]
     assert bench.reason("eos") is FinishReason.STOP

@@ -1,0 +1,50 @@
+"""What building an engine gives, without torch in sight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from freetokend.core.model_config import ModelFacts
+from freetokend.engine.work import StepEngine
+from freetokend.ftw.reader import FtwDirectory
+from freetokend.kvcache.allocator import PageAllocator
+from freetokend.link.messages import EngineSettings
+from freetokend.policy.kv_sizing import KvPlan
+from freetokend.policy.memory import HostMemory
+from freetokend.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """Everything that serves, and the numbers it was made with."""
+
+    engine: StepEngine
+    scheduler: Scheduler
+    allocator: PageAllocator
+    facts: ModelFacts
+    kv_plan: KvPlan
+    kernel: str
+    threads_count: int
+    expert_executions: Callable[[], int]
+    notes: tuple[str, ...]
+
+
+class EngineBuilder(Protocol):
+    """Builds an engine over a filled pool.
+
+    `memory` is what is left with the pool in place; `on_layer` is called as work advances. Raises
+    ModelDataError, ConfigError and ResourceError.
+    """
+
+    def __call__(
+        self,
+        directory: FtwDirectory,
+        region_address: int,
+        settings: EngineSettings,
+        cpus: tuple[int, ...],
+        memory: HostMemory,
+        *,
+        on_layer: Callable[[], None],
+    ) -> BuiltEngine: ...

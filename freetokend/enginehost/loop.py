@@ -1,0 +1,190 @@
+"""The main loop: messages in, one scheduler step, one report out. Torch-free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, assert_never
+
+from freetokend.core.errors import InternalError, InvalidInputError, Reason, ResourceError, reaction
+from freetokend.core.logs import EventLogger, set_log_level
+from freetokend.engine.work import StepEngine, StepWork
+from freetokend.enginehost.inbox import Inbox, Incoming, Link
+from freetokend.link.messages import (
+    Cancel,
+    Disconnected,
+    EngineSettings,
+    EngineStats,
+    GenerateRequest,
+    SetLogLevel,
+    Shutdown,
+    StepReport,
+)
+from freetokend.scheduler.limits import StepFault
+from freetokend.scheduler.scheduler import Scheduler
+
+# So many requests in a row that fail alone, without one step that worked, mean that the engine
+# itself is broken, whatever its probe says.
+MOST_FAILURES_IN_A_ROW: Final = 8
+
+
+class StepLoop:
+    """Serves until told to stop; waits on the inbox when there is nothing to compute.
+
+    `probe` computes one known token and raises if that fails. `gauges` adds what the loop does not
+    know (pinning, expert executions) to the statistics; it may be called from other threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox,
+        link: Link,
+        scheduler: Scheduler,
+        engine: StepEngine,
+        probe: Callable[[], object],
+        gauges: Callable[[EngineStats], EngineStats],
+        log: EventLogger,
+    ) -> None:
+        self._inbox = inbox
+        self._link = link
+        self._scheduler = scheduler
+        self._engine = engine
+        self._probe = probe
+        self._gauges = gauges
+        self._log = log
+        self._ending: Shutdown | Disconnected | None = None
+        self._failures_in_a_row_count = 0
+        self._reports_count = 0
+        self._step_s = 0.0
+
+    def run(self) -> int:
+        """The exit code. Raises InternalError when the engine is found broken."""
+        while True:
+            self._take_messages()
+            match self._ending:
+                case Disconnected():
+                    self._log.warning("control-gone", cause=self._ending.cause)
+                    return reaction(Reason.ENGINE_UNAVAILABLE).exit_code
+                case Shutdown(drain=False):
+                    self._scheduler.abandon(Reason.DRAINING, "The service is stopping.")
+                    self._report()
+                    return 0
+                case Shutdown() if not self._scheduler.has_work:
+                    self._report()
+                    return 0
+                case _:
+                    self._step()
+
+    def stats(self) -> EngineStats:
+        """The present statistics; from any thread."""
+        counts = self._scheduler.counts()
+        return self._gauges(
+            EngineStats(
+                running_count=counts.running_count,
+                waiting_count=counts.waiting_count,
+                kv_pages_used_count=counts.pages_used_count,
+                kv_pages_total_count=counts.pages_total_count,
+                steps_count=counts.steps_count,
+                prefill_tokens_count=counts.prefill_tokens_count,
+                decode_tokens_count=counts.decode_tokens_count,
+                step_s=self._step_s,
+                preemptions_count=counts.preemptions_count,
+            )
+        )
+
+    def _take_messages(self) -> None:
+        """All that has arrived; waits for one when there is nothing else to do."""
+        wait = not self._scheduler.has_work and self._ending is None
+        while (message := self._inbox.take(wait=wait)) is not None:
+            self._take(message)
+            # What the message led to (a refusal, a step) must not wait for the next message.
+            wait = False
+
+    def _take(self, message: Incoming) -> None:
+        match message:
+            case GenerateRequest():
+                self._scheduler.submit(message)
+            case Cancel():
+                self._scheduler.cancel(message.request_id)
+            case Shutdown():
+                self._scheduler.drain()
+                self._ending = message
+            case Disconnected():
+                self._ending = message
+            case SetLogLevel():
+                self._set_log_level(message.level)
+            case EngineSettings():
+                self._log.warning("settings-ignored", model=message.model)
+            case _:
+                assert_never(message)
+
+    def _set_log_level(self, level: str) -> None:
+        try:
+            set_log_level(level)
+        except InvalidInputError as error:
+            self._log.warning("log-level-refused", cause=error.message)
+
+    def _step(self) -> None:
+        started_s = time.monotonic()
+        work = self._scheduler.plan()
+        if work is None:
+            if self._scheduler.has_work:
+                raise InternalError("the scheduler has work but plans no step")
+        else:
+            self._link.set_busy(True)
+            self._compute(work)
+            self._step_s = time.monotonic() - started_s
+            self._link.progress()
+        self._link.set_busy(self._scheduler.has_work)
+        self._report()
+
+    def _compute(self, work: StepWork) -> None:
+        try:
+            outcome = self._engine.run(work)
+        except Exception as error:  # one request's fault must not end the others
+            self._log.exception(
+                "step-failed", sequences_count=len(work.sequences), tokens_count=work.tokens_count
+            )
+            if self._scheduler.step_failed(step_fault(error)):
+                self._check_health(error)
+            return
+        self._scheduler.commit(outcome)
+        self._failures_in_a_row_count = 0
+
+    def _check_health(self, cause: Exception) -> None:
+        """After a request failed alone: is it the request, or the engine?"""
+        self._failures_in_a_row_count += 1
+        count = self._failures_in_a_row_count
+        if count >= MOST_FAILURES_IN_A_ROW:
+            raise InternalError(
+                f"{count} requests in a row failed, the last with: {cause}"
+            ) from cause
+        try:
+            self._probe()
+        except Exception as error:
+            raise InternalError(
+                f"a request failed ({cause}) and so does a single known token ({error})"
+            ) from error
+
+    def _report(self) -> None:
+        """One report per step, and one for answers that needed no step."""
+        self._reports_count += 1
+        self._link.send(
+            StepReport(
+                step_index=self._reports_count,
+                outputs=self._scheduler.take_updates(),
+                stats=self.stats(),
+            )
+        )
+
+
+def step_fault(error: Exception) -> StepFault:
+    """An exception as the scheduler sees it; torch tells of a failed allocation in words only."""
+    text = str(error) or type(error).__name__
+    memory = (
+        isinstance(error, MemoryError)
+        or (isinstance(error, ResourceError) and error.reason is Reason.HOST_MEMORY)
+        or "can't allocate memory" in text
+    )
+    return StepFault(message=text.splitlines()[0], memory=memory)

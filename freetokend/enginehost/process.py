@@ -1,0 +1,253 @@
+"""The life of an engine process: connect, attach, build, warm up, serve, end with a true cause."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import signal
+import socket
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Final, cast
+
+from freetokend.core.errors import (
+    CancelledRequestError,
+    ConfigError,
+    FreetokenError,
+    Reason,
+    reaction,
+)
+from freetokend.core.logs import EventLogger, logger, set_up_logging
+from freetokend.enginehost.attach import AttachedPool, attach_pool
+from freetokend.enginehost.backend import BackendChoice, choose_backend, find_gpus
+from freetokend.enginehost.built import BuiltEngine, EngineBuilder
+from freetokend.enginehost.host_facts import HostFiles, cpu_name, host_memory, read_cpu_choice
+from freetokend.enginehost.inbox import Inbox, Incoming
+from freetokend.enginehost.loop import StepLoop
+from freetokend.enginehost.probe import TokenProbe
+from freetokend.ftw.reader import FtwDirectory
+from freetokend.link.engine_side import EngineLinkClient, take_link_token
+from freetokend.link.messages import (
+    EngineDescription,
+    EngineSettings,
+    EngineStats,
+    Failure,
+    LoadProgress,
+    LoadStage,
+    Shutdown,
+)
+from freetokend.native.lifeline import Lifeline, ReceivedPool, receive_pool
+
+HANDOVER_TIMEOUT_S: Final = 30.0
+BUILD_MODULE: Final = "freetokend.enginehost.build"
+
+
+class BackgroundImport:
+    """Imports torch and what needs it while the load waits for the disk."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="import", daemon=True)
+        self._thread.start()
+
+    def builder(self) -> EngineBuilder:
+        """The module's `build_engine`; raises what its import raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return cast("EngineBuilder", importlib.import_module(self._module).build_engine)
+
+    def _run(self) -> None:
+        try:
+            importlib.import_module(self._module)
+        except BaseException as error:  # told in the thread that waits
+            self._error = error
+
+
+def run_engine(address: str, lifeline_fd: int, model_dir: Path) -> int:
+    """The whole process; returns its exit code."""
+    set_up_logging("info", "journal" if os.environ.get("JOURNAL_STREAM") else "text")
+    log = logger(__name__)
+    client: EngineLinkClient | None = None
+    try:
+        heavy = BackgroundImport(BUILD_MODULE)
+        pool = _take_lifeline(lifeline_fd)
+        client = EngineLinkClient(address, token=take_link_token(), kind="native")
+        settings = client.connect()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # A queue that is safe to put to from a handler; the loop treats it as control's word.
+            signal.signal(number, partial(_stop, client.inbox))
+        return _Host(client, settings, heavy, log).run(pool, model_dir)
+    except CancelledRequestError:
+        log.info("stopped-while-loading")
+        return 0
+    except Exception as error:
+        return _fail(error, client, log)
+    finally:
+        if client is not None:
+            client.close()
+
+
+def _stop(inbox: queue.SimpleQueue[Incoming], _number: int, _frame: FrameType | None) -> None:
+    inbox.put(Shutdown(drain=False))
+
+
+def _take_lifeline(fd: int) -> ReceivedPool:
+    """The pool from control; from now on a native thread watches the socket."""
+    with socket.socket(fileno=fd) as lifeline:
+        lifeline.set_inheritable(False)
+        lifeline.settimeout(HANDOVER_TIMEOUT_S)
+        pool = receive_pool(lifeline)
+        lifeline.settimeout(None)
+        Lifeline.start(lifeline.detach())
+    if pool is None:
+        raise ConfigError("control handed over no pool, and an engine cannot serve without one.")
+    return pool
+
+
+def _fail(error: Exception, client: EngineLinkClient | None, log: EventLogger) -> int:
+    """Tell control and the journal why, and pick the exit code."""
+    if isinstance(error, FreetokenError):
+        reason, message = error.reason, error.message
+        log.error("engine-failed", reason=reason.value, cause=message)
+    else:
+        reason = Reason.HOST_MEMORY if isinstance(error, MemoryError) else Reason.INTERNAL
+        message = f"{type(error).__name__}: {error}"
+        log.exception("engine-failed", reason=reason.value)
+    if client is not None:
+        client.send(Failure(reason=reason, message=message))
+    return reaction(reason).exit_code
+
+
+class _Host:
+    """Loading and serving of one connected engine process."""
+
+    def __init__(
+        self,
+        client: EngineLinkClient,
+        settings: EngineSettings,
+        heavy: BackgroundImport,
+        log: EventLogger,
+    ) -> None:
+        self._client = client
+        self._inbox = Inbox(client.inbox)
+        self._settings = settings
+        self._heavy = heavy
+        self._log = log
+        self._files = HostFiles()
+
+    def run(self, pool: ReceivedPool, model_dir: Path) -> int:
+        """Load, build, warm up, tell control, serve; the exit code."""
+        settings, client = self._settings, self._client
+        client.set_busy(True)
+        backend = choose_backend(settings.backend, find_gpus())
+        self._tell(LoadStage.ATTACH)
+        directory = FtwDirectory(model_dir)
+        attached = attach_pool(
+            pool,
+            directory,
+            host_memory(self._files),
+            progress=self._reading,
+            cancel=self._inbox.stop,
+        )
+        self._tell(LoadStage.PREPARE)
+        cpus = read_cpu_choice(self._files, settings.threads_count)
+        build = self._heavy.builder()
+        built = build(
+            directory,
+            attached.mapping.region_address,
+            settings,
+            cpus.cpus,
+            host_memory(self._files),
+            on_layer=client.progress,
+        )
+        self._log.info("kv-sized", split=built.kv_plan.split)
+        self._tell(LoadStage.WARM_UP)
+        probe = TokenProbe(built.engine, built.allocator, built.facts.bos_token_id or 0)
+        first_token_s = probe.run()
+        loop = StepLoop(
+            inbox=self._inbox,
+            link=client,
+            scheduler=built.scheduler,
+            engine=built.engine,
+            probe=probe.run,
+            gauges=lambda stats: _with_gauges(stats, attached, built),
+            log=self._log,
+        )
+        client.set_busy(False)
+        described = self._describe(directory, attached, built, backend, first_token_s)
+        client.send(described)
+        self._log.info("engine-ready", backend=described.backend, kernel=described.kernel)
+        if settings.pin_pool:
+            attached.mapping.pin()
+        try:
+            return loop.run()
+        finally:
+            if attached.mapping.pinning is not None:
+                attached.mapping.pinning.abort()
+
+    def _tell(self, stage: LoadStage, done_bytes: int = 0, total_bytes: int = 0) -> None:
+        self._client.progress()
+        self._client.send(LoadProgress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes))
+
+    def _reading(self, done_bytes: int, total_bytes: int) -> None:
+        self._inbox.peek()  # a shutdown must not wait for the disk
+        self._tell(LoadStage.READ, done_bytes, total_bytes)
+
+    def _describe(
+        self,
+        directory: FtwDirectory,
+        attached: AttachedPool,
+        built: BuiltEngine,
+        backend: BackendChoice,
+        first_token_s: float,
+    ) -> EngineDescription:
+        bank = directory.index.expert_bank
+        return EngineDescription(
+            model=self._settings.model,
+            device="cpu",
+            device_name=cpu_name(self._files),
+            backend=backend.backend,
+            backend_reason=backend.reason,
+            kernel=built.kernel,
+            threads_count=built.threads_count,
+            servable_context_tokens=built.kv_plan.servable_context_tokens,
+            kv_bytes=built.kv_plan.kv_bytes,
+            pool_bytes=directory.index.region_bytes,
+            pool_page_bytes=attached.page_bytes,
+            pool_reattached=attached.reattached,
+            attach_s=attached.attach_s,
+            load_s=attached.load_s,
+            load_bytes_per_s=attached.load_bytes_per_s,
+            first_token_s=first_token_s,
+            layers_count=built.facts.layers_count,
+            moe_layers_count=bank.moe_layers_count,
+            experts_per_layer_count=bank.experts_per_layer_count,
+            bytes_per_expert=bank.record_bytes,
+            max_running_count=self._settings.max_running_count,
+            notes=(*backend.notes, *attached.notes, *built.notes),
+        )
+
+
+def _with_gauges(stats: EngineStats, attached: AttachedPool, built: BuiltEngine) -> EngineStats:
+    """Statistics with what the loop does not know: the pool and the experts."""
+    stats = replace(
+        stats,
+        pool_bytes=attached.mapping.region_bytes,
+        expert_executions_count=built.expert_executions(),
+    )
+    if attached.mapping.pinning is None:
+        return stats
+    state = attached.mapping.pinning.state()
+    return replace(
+        stats,
+        pool_pinned_bytes=state.pinned_bytes,
+        pin_s=state.elapsed_s,
+        pin_done=state.done,
+        pin_note=state.note,
+    )

@@ -1,0 +1,68 @@
+"""Every routed expert executed in place by the native executor."""
+
+from __future__ import annotations
+
+import torch
+
+from freetokend.core.errors import InternalError
+from freetokend.experts.bank import MappedBank
+from freetokend.native.executor import Executor
+from freetokend.tensor.memory import address_of
+
+
+class CpuExpertDispatch:
+    """ExpertDispatch over a MappedBank; counts (token, expert) executions."""
+
+    def __init__(self, executor: Executor, mapped: MappedBank) -> None:
+        self._executor = executor
+        self._mapped = mapped
+        self._executions_count = 0
+
+    @property
+    def executions_count(self) -> int:
+        return self._executions_count
+
+    def dispatch(
+        self,
+        moe_layer_index: int,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """x bf16 [T, H]; expert_ids int32 [T, k]; weights fp32 [T, k] -> fp32 [T, H].
+
+        The branches' results are merged by one reduction in routed order, so that other branches
+        can join without changing a bit.
+        """
+        bank = self._mapped.bank
+        tokens, top_k = expert_ids.shape
+        if x.shape != (tokens, bank.hidden_size) or weights.shape != expert_ids.shape:
+            raise InternalError(
+                f"experts got x {list(x.shape)}, ids {list(expert_ids.shape)} and weights "
+                f"{list(weights.shape)}; the bank's hidden size is {bank.hidden_size}"
+            )
+        partial = torch.empty((tokens, top_k, bank.hidden_size), dtype=torch.float32)
+        self._executor.experts_bf16(
+            address_of(x, torch.bfloat16),
+            address_of(expert_ids, torch.int32),
+            address_of(weights, torch.float32),
+            partial.data_ptr(),
+            tokens=tokens,
+            top_k=top_k,
+            hidden_size=bank.hidden_size,
+            intermediate_size=bank.intermediate_size,
+            bank=self._mapped.layer_address(moe_layer_index),
+            record_bytes=bank.record_bytes,
+            experts_count=bank.experts_per_layer_count,
+            activation=bank.activation,
+        )
+        out = torch.empty((tokens, bank.hidden_size), dtype=torch.float32)
+        self._executor.merge(
+            partial.data_ptr(),
+            out.data_ptr(),
+            tokens=tokens,
+            top_k=top_k,
+            hidden_size=bank.hidden_size,
+        )
+        self._executions_count += tokens * top_k
+        return out
