@@ -1,0 +1,8 @@
+"""The control plane: state of the service, health, gRPC services on two sockets, metrics."""
+
+from __future__ import annotations
+
+from freetokend.control.operations import ServiceOperations
+from freetokend.control.plane import ControlPlane, serve_control
+
+__all__ = ["ControlPlane", "ServiceOperations", "serve_control"]

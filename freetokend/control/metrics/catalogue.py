@@ -1,0 +1,197 @@
+"""Every metric of freetokend: name, type, unit, help, labels. Names are an interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+PREFIX: Final = "freetoken_"
+
+
+class Kind(StrEnum):
+    """The types of Prometheus that are used here."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One family. `unit` is the Prometheus base unit that ends the name ("" for counts)."""
+
+    name: str
+    kind: Kind
+    help: str
+    unit: str = ""
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _gauge(name: str, help: str, *labels: str, unit: str = "") -> Metric:
+    return Metric(name=PREFIX + name, kind=Kind.GAUGE, help=help, unit=unit, labels=labels)
+
+
+def _counter(name: str, help: str, *labels: str, unit: str = "") -> Metric:
+    return Metric(name=PREFIX + name, kind=Kind.COUNTER, help=help, unit=unit, labels=labels)
+
+
+def _seconds_histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(
+        name=PREFIX + name,
+        kind=Kind.HISTOGRAM,
+        help=help,
+        unit="seconds",
+        labels=labels,
+        buckets=buckets,
+    )
+
+
+_REQUEST_BUCKETS_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+_FIRST_TOKEN_BUCKETS_S: Final = (0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 180.0)
+_TOKEN_BUCKETS_S: Final = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0)
+
+_SERVICE: Final = (
+    _gauge("build_info", "Version of the running daemon; always 1.", "version"),
+    _gauge("start_time_seconds", "Unix time at which the daemon started.", unit="seconds"),
+    _gauge("alive", "1 while the service can come good by itself.", "model"),
+    _gauge("ready", "1 while requests are accepted.", "model"),
+    _gauge("progressing", "0 while work is active and does not move.", "model"),
+    _gauge(
+        "health_warnings", "Standing warnings of the health registry.", "model", "code", "severity"
+    ),
+)
+
+_ENGINE: Final = (
+    _gauge(
+        "engine_info",
+        "What computes; always 1.",
+        "model",
+        "device",
+        "device_name",
+        "backend",
+        "kernel",
+    ),
+    _gauge("engine_state", "1 for the state the engine is in, 0 for the others.", "model", "state"),
+    _counter("engine_restarts_total", "Engines started after one had ended.", "model"),
+    _gauge(
+        "engine_progress_age_seconds",
+        "Time since the work at hand last moved; 0 while idle.",
+        "model",
+        unit="seconds",
+    ),
+    _gauge("engine_threads", "Threads of the CPU executor.", "model"),
+    _gauge(
+        "engine_first_token_seconds",
+        "How long the engine's first token took, at start.",
+        "model",
+        unit="seconds",
+    ),
+    _counter("engine_steps_total", "Steps computed by the present engine.", "model"),
+    _gauge("engine_last_step_seconds", "Duration of the last step.", "model", unit="seconds"),
+    _counter(
+        "engine_prefill_tokens_total",
+        "Prompt tokens computed by the present engine.",
+        "model",
+        unit="tokens",
+    ),
+    _counter(
+        "engine_decode_tokens_total",
+        "Tokens produced by the present engine.",
+        "model",
+        unit="tokens",
+    ),
+    _counter(
+        "engine_expert_executions_total",
+        "Experts run by the present engine, counted once per step, layer and expert.",
+        "model",
+    ),
+    _counter(
+        "engine_preemptions_total",
+        "Running requests that the present engine had to set back.",
+        "model",
+    ),
+    _gauge("requests_running", "Requests being computed.", "model"),
+    _gauge("requests_waiting", "Requests waiting for a place.", "model"),
+    _gauge("requests_running_limit", "Requests that may be computed together.", "model"),
+    _gauge("requests_waiting_limit", "Requests that may wait for a place.", "model"),
+    _gauge("context_limit_tokens", "Longest prompt plus answer served.", "model", unit="tokens"),
+    _gauge("kv_size_bytes", "Memory for attention keys and values.", "model", unit="bytes"),
+    _gauge("kv_pages", "Pages for keys and values.", "model"),
+    _gauge("kv_pages_used", "Pages for keys and values in use.", "model"),
+)
+
+_POOL: Final = (
+    _gauge("load_done_bytes", "Bytes of the model loaded so far.", "model", unit="bytes"),
+    _gauge("load_size_bytes", "Bytes of the model to be loaded.", "model", unit="bytes"),
+    _gauge("pool_size_bytes", "Host memory that holds the weights.", "model", unit="bytes"),
+    _gauge("pool_pinned_bytes", "Part of the pool that is pinned.", "model", unit="bytes"),
+    _gauge("pool_page_bytes", "Page size of the pool.", "model", unit="bytes"),
+    _gauge("pool_reattached", "1 if the pool outlived an earlier engine.", "model"),
+    _gauge("pool_attach_seconds", "How long attaching to the pool took.", "model", unit="seconds"),
+    _gauge("pool_load_seconds", "How long reading the weights took.", "model", unit="seconds"),
+    _gauge(
+        "pool_load_bytes_per_second",
+        "Rate at which the weights were read.",
+        "model",
+        unit="bytes_per_second",
+    ),
+    _gauge("pool_pin_seconds", "How long pinning took so far.", "model", unit="seconds"),
+)
+
+_REQUESTS: Final = (
+    _counter(
+        "requests_finished_total",
+        "Sequences that ended, by how they did; refused ones never started.",
+        "model",
+        "outcome",
+    ),
+    _counter("requests_refused_total", "Sequences refused before they started.", "model", "reason"),
+    _counter("prompt_tokens_total", "Prompt tokens of ended sequences.", "model", unit="tokens"),
+    _counter(
+        "cached_prompt_tokens_total",
+        "Prompt tokens of ended sequences that needed no computing.",
+        "model",
+        unit="tokens",
+    ),
+    _counter(
+        "completion_tokens_total", "Tokens of ended sequences' answers.", "model", unit="tokens"
+    ),
+    _seconds_histogram(
+        "time_to_first_token_seconds",
+        "From a sequence's submission to its first token.",
+        _FIRST_TOKEN_BUCKETS_S,
+        "model",
+    ),
+    _seconds_histogram(
+        "time_per_output_token_seconds",
+        "Mean time between the tokens of one ended sequence, after its first.",
+        _TOKEN_BUCKETS_S,
+        "model",
+    ),
+)
+
+_HTTP: Final = (
+    _counter("http_requests_total", "HTTP requests answered.", "method", "route", "status"),
+    _gauge("http_requests_in_flight", "HTTP requests being answered."),
+    _seconds_histogram(
+        "http_request_duration_seconds",
+        "From an HTTP request's head to the last byte of its answer.",
+        _REQUEST_BUCKETS_S,
+        "route",
+    ),
+)
+
+STATE_METRICS: Final[tuple[Metric, ...]] = (*_SERVICE, *_ENGINE, *_POOL)
+EVENT_METRICS: Final[tuple[Metric, ...]] = (*_REQUESTS, *_HTTP)
+CATALOGUE: Final[Mapping[str, Metric]] = MappingProxyType(
+    {metric.name: metric for metric in (*STATE_METRICS, *EVENT_METRICS)}
+)
+
+
+def metric(short_name: str) -> Metric:
+    """The catalogue's entry of a name without its prefix; raises `KeyError`."""
+    return CATALOGUE[PREFIX + short_name]

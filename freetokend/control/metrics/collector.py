@@ -1,0 +1,123 @@
+"""The metrics that are read off the present state, at the moment somebody scrapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from freetokend.control.metrics.catalogue import STATE_METRICS, Kind, metric
+from freetokend.control.state import ServiceState
+from freetokend.link.messages import EngineState
+
+
+class StateCollector(Collector):
+    """Holds nothing: every scrape takes one `ServiceState` and writes all of it."""
+
+    def __init__(
+        self,
+        state: Callable[[], ServiceState],
+        *,
+        start_time_s: float,
+        max_running_count: int,
+        max_waiting_count: int,
+    ) -> None:
+        self._state = state
+        self._start_time_s = start_time_s
+        self._max_running_count = max_running_count
+        self._max_waiting_count = max_waiting_count
+
+    def describe(self) -> Iterable[Family]:
+        """The families without samples, so that registering takes no scrape."""
+        return _Families().all()
+
+    def collect(self) -> Iterable[Family]:
+        """One scrape."""
+        state = self._state()
+        families = _Families()
+        self._service(families, state)
+        _engine(families, state)
+        _described(families, state)
+        return families.all()
+
+    def _service(self, families: _Families, state: ServiceState) -> None:
+        model = state.snapshot.model
+        families.add("build_info", 1, state.version)
+        families.add("start_time_seconds", self._start_time_s)
+        families.add("alive", state.health.alive, model)
+        families.add("ready", state.health.ready, model)
+        families.add("progressing", state.health.progressing, model)
+        standing = Counter(
+            (raised.warning.code, raised.warning.severity.value) for raised in state.warnings
+        )
+        for (code, severity), count in standing.items():
+            families.add("health_warnings", count, model, code, severity)
+        families.add("requests_running_limit", self._max_running_count, model)
+        families.add("requests_waiting_limit", self._max_waiting_count, model)
+
+
+def _engine(families: _Families, state: ServiceState) -> None:
+    snapshot, stats = state.snapshot, state.snapshot.stats
+    model = snapshot.model
+    for known in EngineState:
+        families.add("engine_state", known is snapshot.state, model, known.value)
+    families.add("engine_restarts_total", snapshot.restarts_count, model)
+    families.add("engine_progress_age_seconds", state.progress_age_s, model)
+    families.add("engine_steps_total", stats.steps_count, model)
+    families.add("engine_last_step_seconds", stats.step_s, model)
+    families.add("engine_prefill_tokens_total", stats.prefill_tokens_count, model)
+    families.add("engine_decode_tokens_total", stats.decode_tokens_count, model)
+    families.add("engine_expert_executions_total", stats.expert_executions_count, model)
+    families.add("engine_preemptions_total", stats.preemptions_count, model)
+    families.add("requests_running", stats.running_count, model)
+    families.add("requests_waiting", stats.waiting_count, model)
+    families.add("kv_pages", stats.kv_pages_total_count, model)
+    families.add("kv_pages_used", stats.kv_pages_used_count, model)
+    if snapshot.load is not None:
+        families.add("load_done_bytes", snapshot.load.done_bytes, model)
+        families.add("load_size_bytes", snapshot.load.total_bytes, model)
+
+
+def _described(families: _Families, state: ServiceState) -> None:
+    """What only an engine that has described itself knows; absent, not zero, until then."""
+    engine, stats, model = state.snapshot.description, state.snapshot.stats, state.snapshot.model
+    if engine is None:
+        return
+    families.add(
+        "engine_info", 1, model, engine.device, engine.device_name, engine.backend, engine.kernel
+    )
+    families.add("engine_threads", engine.threads_count, model)
+    families.add("engine_first_token_seconds", engine.first_token_s, model)
+    families.add("context_limit_tokens", engine.servable_context_tokens, model)
+    families.add("kv_size_bytes", engine.kv_bytes, model)
+    families.add("pool_size_bytes", engine.pool_bytes, model)
+    families.add("pool_page_bytes", engine.pool_page_bytes, model)
+    families.add("pool_pinned_bytes", stats.pool_pinned_bytes, model)
+    families.add("pool_pin_seconds", stats.pin_s, model)
+    families.add("pool_reattached", engine.pool_reattached, model)
+    families.add("pool_attach_seconds", engine.attach_s, model)
+    families.add("pool_load_seconds", engine.load_s, model)
+    families.add("pool_load_bytes_per_second", engine.load_bytes_per_s, model)
+
+
+class _Families:
+    """The families of one scrape, made from the catalogue."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+            entry.name: (
+                CounterMetricFamily(entry.name, entry.help, labels=entry.labels)
+                if entry.kind is Kind.COUNTER
+                else GaugeMetricFamily(entry.name, entry.help, labels=entry.labels)
+            )
+            for entry in STATE_METRICS
+        }
+
+    def add(self, short_name: str, value: float, *labels: str) -> None:
+        self._families[metric(short_name).name].add_metric(labels, value)
+
+    def all(self) -> Iterable[Family]:
+        return self._families.values()

@@ -1,0 +1,25 @@
+"""What the Admin service asks of the daemon."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class ServiceOperations(Protocol):
+    """The daemon's verbs; each may raise a `FreetokenError`, which the caller is told."""
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests and wait for the running ones; returns how many still run."""
+        ...
+
+    def resume(self) -> None:
+        """Accept requests again."""
+        ...
+
+    def request_stop(self, *, drain: bool) -> None:
+        """Begin to stop the daemon, with or without a drain; returns at once."""
+        ...
+
+    def set_log_level(self, level: str) -> str:
+        """Set the level of daemon and engine; returns the former one."""
+        ...

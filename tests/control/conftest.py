@@ -1,0 +1,69 @@
+"""A short directory for sockets (their paths are limited) and a running control plane."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from freetokend.control import ControlPlane, serve_control
+from freetokend.core import logs
+from tests.control.fakes import FakeGateway, FakeOperations, config, facts
+
+
+@pytest.fixture
+def runtime_dir() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="ftk"))
+    yield path / "run"
+    shutil.rmtree(path)
+
+
+@pytest.fixture(autouse=True)
+def log_level_as_before() -> Iterator[None]:
+    own = logging.getLogger(logs.ROOT)
+    level = own.level
+    own.setLevel(logging.INFO)
+    yield
+    own.setLevel(level)
+
+
+@pytest.fixture
+async def gateway() -> FakeGateway:
+    return FakeGateway()
+
+
+@pytest.fixture
+async def operations() -> FakeOperations:
+    return FakeOperations()
+
+
+@pytest.fixture
+async def plane(
+    runtime_dir: Path, gateway: FakeGateway, operations: FakeOperations
+) -> AsyncIterator[ControlPlane]:
+    plane = await serve_control(
+        gateway=gateway,
+        config=config(runtime_dir),
+        facts=facts(),
+        operations=operations,
+        version="1.2.3",
+    )
+    yield plane
+    await plane.stop(0.0)
+
+
+@pytest.fixture
+async def admin(plane: ControlPlane, runtime_dir: Path) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(f"unix:{runtime_dir}/admin.sock") as channel:
+        yield channel
+
+
+@pytest.fixture
+async def monitor(plane: ControlPlane, runtime_dir: Path) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(f"unix:{runtime_dir}/monitor.sock") as channel:
+        yield channel

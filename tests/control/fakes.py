@@ -1,0 +1,153 @@
+"""A gateway and operations under the test's hand, and the configuration they run with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from freetokend.core import logs
+from freetokend.core.config import (
+    EnvironmentFacts,
+    ResolvedConfig,
+    gather_facts,
+    load_config,
+    resolve,
+)
+from freetokend.core.errors import FreetokenError
+from freetokend.link.messages import (
+    EngineDescription,
+    EngineSnapshot,
+    EngineState,
+    EngineStats,
+    GenerateRequest,
+    SequenceUpdate,
+)
+
+DESCRIPTION = EngineDescription(
+    model="demo",
+    device="cpu",
+    device_name="Some CPU",
+    backend="cpu",
+    backend_reason="no NVIDIA driver is loaded",
+    kernel="avx2",
+    threads_count=4,
+    servable_context_tokens=32768,
+    kv_bytes=1 << 30,
+    pool_bytes=10 << 30,
+    pool_page_bytes=2 << 20,
+    pool_reattached=True,
+    attach_s=0.02,
+    load_s=7.5,
+    load_bytes_per_s=1.5e9,
+    first_token_s=0.4,
+    layers_count=30,
+    moe_layers_count=28,
+    experts_per_layer_count=8,
+    bytes_per_expert=5 << 20,
+    max_running_count=64,
+)
+PINNED = EngineStats(pool_pinned_bytes=10 << 30, pool_bytes=10 << 30, pin_done=True)
+
+
+class FakeGateway:
+    """An `EngineGateway` whose snapshot and answers the test sets."""
+
+    def __init__(self, state: EngineState = EngineState.READY) -> None:
+        ready = state is EngineState.READY
+        self._snapshot = EngineSnapshot(
+            state=state,
+            state_since_s=0.0,
+            model="demo",
+            pid=4711 if ready else None,
+            description=DESCRIPTION if ready else None,
+            stats=PINNED if ready else EngineStats(),
+        )
+        self._generation = 1
+        self._change = asyncio.Event()
+        self.answer: list[SequenceUpdate | FreetokenError] = []
+        self.refusal: FreetokenError | None = None
+        self.closed_count = 0
+
+    def set(self, **changes: Any) -> None:
+        """Change fields of the snapshot and tell those who wait."""
+        self._snapshot = replace(self._snapshot, **changes)
+        self._generation += 1
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+    def set_stats(self, **changes: Any) -> None:
+        """Change fields of the snapshot's statistics."""
+        self.set(stats=replace(self._snapshot.stats, **changes))
+
+    def snapshot(self) -> EngineSnapshot:
+        return self._snapshot
+
+    async def changed(self, generation: int) -> int:
+        while self._generation <= generation:
+            await self._change.wait()
+        return self._generation
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[SequenceUpdate]:
+        if self.refusal is not None:
+            raise self.refusal
+        return self._updates()
+
+    async def _updates(self) -> AsyncIterator[SequenceUpdate]:
+        try:
+            for item in self.answer:
+                if isinstance(item, FreetokenError):
+                    raise item
+                yield item
+        finally:
+            self.closed_count += 1
+
+
+class FakeOperations:
+    """`ServiceOperations` that notes its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+        self.still_running_count = 0
+        self.error: Exception | None = None
+
+    async def drain(self, timeout_s: float) -> int:
+        self.calls.append(("drain", timeout_s))
+        if self.error is not None:
+            raise self.error
+        return self.still_running_count
+
+    def resume(self) -> None:
+        self.calls.append(("resume", None))
+
+    def request_stop(self, *, drain: bool) -> None:
+        self.calls.append(("stop", drain))
+
+    def set_log_level(self, level: str) -> str:
+        self.calls.append(("log-level", level))
+        return logs.set_log_level(level)
+
+
+def facts() -> EnvironmentFacts:
+    """This machine's facts, as if it had no GPU."""
+    return replace(gather_facts(), nvidia_driver="")
+
+
+def config(runtime_dir: Path, **overrides: object) -> ResolvedConfig:
+    """A configuration whose sockets lie in `runtime_dir`; `http__port` stands for http.port."""
+    asked: dict[str, object] = {
+        "model.path": "/models/demo",
+        "service.runtime_dir": str(runtime_dir),
+        "service.state_dir": str(runtime_dir / "state"),
+    }
+    asked |= {key.replace("__", "."): value for key, value in overrides.items()}
+    return resolve(
+        load_config(
+            overrides=asked,
+            vendor_file=Path("/nonexistent"),
+            system_file=Path("/nonexistent/freetokend.toml"),
+        ),
+        facts(),
+    )
