@@ -68,8 +68,7 @@ class Checkpoint:
         """Bytes of a tensor from `offset_bytes` within it. Safe from several threads at once."""
         path = self.directory / tensor.file
         descriptor = self._descriptors[tensor.file]
-        data = read_exactly(descriptor, length_bytes, tensor.offset_bytes + offset_bytes, path)
-        return np.frombuffer(data, dtype=np.uint8)
+        return read_exactly(descriptor, length_bytes, tensor.offset_bytes + offset_bytes, path)
 
     def identity(self) -> SourceIdentity:
         """Covers config.json and every file's name, length, header and modification time.

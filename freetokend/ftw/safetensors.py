@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from freetokend.core.errors import ModelDataError
 from freetokend.ftw.strict_json import JsonObject, io_error, parse_json
@@ -71,10 +72,12 @@ class SourceFile:
     header_checksum: str
 
 
-def read_exactly(descriptor: int, length_bytes: int, offset_bytes: int, path: Path) -> bytearray:
+def read_exactly(
+    descriptor: int, length_bytes: int, offset_bytes: int, path: Path
+) -> NDArray[np.uint8]:
     """`length_bytes` from `offset_bytes`; ModelDataError when the file ends before."""
-    out = bytearray(length_bytes)
-    view = memoryview(out)
+    out = np.empty(length_bytes, dtype=np.uint8)
+    view = out.data
     done = 0
     while done < length_bytes:
         try:
@@ -98,13 +101,13 @@ def read_header(descriptor: int, path: Path) -> tuple[SourceFile, list[SourceTen
         raise io_error(f"cannot examine {path}", error) from error
     if status.st_size < 8:
         raise ModelDataError(f"{path} has {status.st_size} bytes: not a safetensors file.")
-    (header_bytes,) = struct.unpack("<Q", read_exactly(descriptor, 8, 0, path))
+    header_bytes = int.from_bytes(read_exactly(descriptor, 8, 0, path).tobytes(), "little")
     if header_bytes > min(MAX_HEADER_BYTES, status.st_size - 8):
         raise ModelDataError(
             f"{path} claims a header of {header_bytes} bytes in a file of {status.st_size} (at "
             f"most {MAX_HEADER_BYTES}): it is cut short or not a safetensors file."
         )
-    header = bytes(read_exactly(descriptor, header_bytes, 8, path))
+    header = read_exactly(descriptor, header_bytes, 8, path).tobytes()
     start_bytes = 8 + header_bytes
     table = JsonObject(parse_json(header, f"{path}: the header"), str(path))
     tensors = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ from freetokend.ftw.layout import BLOCK_BYTES, RegionPlan, ShardPlan, blocks_cou
 class RegionWriter:
     """Takes the region in order, from a block boundary on, and cuts it into synced blocks.
 
-    `on_block` is called with the checksum of each block once the block is on the disk. OSError
-    passes through (a full disk, for one); what `on_block` was told of stays valid.
+    `on_block` is called, in order and from another thread, with the checksum of each block once
+    the block is on the disk: one block is synced while the next is written, so the disk never
+    waits. OSError passes through (a full disk, for one); what `on_block` was told of stays valid.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class RegionWriter:
         self._descriptor = -1
         self._hash = xxhash.xxh3_64()
         self._zeros = memoryview(bytes(1 << 20))
+        self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="ftw-sync")
+        self._syncing: Future[None] | None = None
 
     def write(self, offset_bytes: int, data: NDArray[np.uint8]) -> None:
         """Put `data` at `offset_bytes`: zeros up to there, nothing of what is already written."""
@@ -57,9 +61,11 @@ class RegionWriter:
     def finish(self) -> None:
         """Zeros to the end of the region; every shard is complete after it."""
         self._append_zeros(self._plan.region_bytes - self.offset_bytes)
+        self._await_sync()
 
     def close(self) -> None:
-        """Close the shard that is being written, complete or not."""
+        """Stop, complete or not; a block that is being synced is still seen through."""
+        self._sync_thread.shutdown()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -110,14 +116,28 @@ class RegionWriter:
             within_bytes += count
 
     def _end_block(self, shard: ShardPlan, end_bytes: int) -> None:
-        os.fdatasync(self._descriptor)
-        # Nobody reads the shards soon, and the household's programs want the page cache.
-        os.posix_fadvise(self._descriptor, 0, end_bytes, os.POSIX_FADV_DONTNEED)
         checksum = self._hash.hexdigest()
         self._hash.reset()
         self.checksums.append(checksum)
-        self._on_block(checksum)
-        if end_bytes == shard.length_bytes:
-            os.fsync(self._descriptor)
-            self.close()
+        self._await_sync()
+        descriptor, is_last = self._descriptor, end_bytes == shard.length_bytes
+        if is_last:
+            self._descriptor = -1
             self._shard_index += 1
+        self._syncing = self._sync_thread.submit(self._sync, descriptor, checksum, is_last)
+
+    def _sync(self, descriptor: int, checksum: str, is_last: bool) -> None:
+        """In the sync thread: make a block durable and say so; close the shard behind its last."""
+        try:
+            os.fdatasync(descriptor)
+            # Nobody reads the shards soon, and the household's programs want the page cache.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            if is_last:
+                os.close(descriptor)
+        self._on_block(checksum)
+
+    def _await_sync(self) -> None:
+        if self._syncing is not None:
+            self._syncing.result()
+            self._syncing = None
