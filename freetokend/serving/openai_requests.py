@@ -165,7 +165,7 @@ def _describe(error: ValidationError) -> InvalidInputError:
     for step in first["loc"]:
         if isinstance(step, int):
             path.append(f"[{step}]")
-        elif step.isidentifier() and not step.startswith(("list", "str")):
+        elif "[" not in step and step not in {"str", "int"}:
             path.append(step if not path else f".{step}")
     param = "".join(path)
     return InvalidInputError(f"{param or 'body'}: {first['msg']}.", param=param or None)
