@@ -18,20 +18,16 @@ def merge_reports(older: StepReport, newer: StepReport) -> StepReport:
     A request that finished in `older` and whose id returns in `newer` (a re-used id) keeps two
     entries, because the second belongs to another sequence.
     """
-    merged = list(older.outputs)
-    open_index = {
-        update.request_id: index
-        for index, update in enumerate(merged)
-        if update.finish_reason is None
-    }
-    for update in newer.outputs:
+    merged: list[SequenceUpdate] = []
+    open_index: dict[str, int] = {}
+    for update in older.outputs + newer.outputs:
         index = open_index.get(update.request_id)
         if index is None:
             index = len(merged)
             merged.append(update)
         else:
             merged[index] = merge_updates(merged[index], update)
-        if merged[index].finish_reason is None:
+        if update.finish_reason is None:
             open_index[update.request_id] = index
         else:
             open_index.pop(update.request_id, None)

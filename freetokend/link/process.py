@@ -19,6 +19,7 @@ from freetokend.link.handover import PoolHandover, make_lifeline, send_pool
 
 _LINE_LIMIT_BYTES: Final = 64 << 10
 _KEPT_LINES: Final = 20
+_LAST_LINES_S: Final = 0.5
 _KEPT_LINE_CHARACTERS: Final = 500
 
 # Not for the engine: it must not speak to the service manager, nor adopt its sockets.
@@ -113,11 +114,10 @@ class EngineProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def wait(self) -> str:
-        """Wait for the end, read its last lines; returns how it ended, for people."""
+        """Wait for the end, read its last lines; returns how it ended, for people. Repeatable."""
         code = await self._process.wait()
         # A grandchild may hold the pipe open: do not wait for it.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._pump), 0.5)
+        await asyncio.wait({self._pump}, timeout=_LAST_LINES_S)
         self._pump.cancel()
         self._lifeline.close()
         return describe_exit(code)

@@ -141,8 +141,9 @@ class EngineSession:
         try:
             exit_text = await self._until_end(process)
         finally:
-            process.kill()
             self._server.revoke(attachment)
+            process.kill()
+            await process.wait()
         return self._describe_end(exit_text, process.last_lines)
 
     def send(self, message: ControlMessage) -> None:

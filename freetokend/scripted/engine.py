@@ -49,10 +49,13 @@ class _Running:
 class ScriptedEngine:
     """Plays `script` over `client` until told to stop; `run` returns the exit code."""
 
-    def __init__(self, script: Script, client: EngineLinkClient, script_path: Path) -> None:
+    def __init__(
+        self, script: Script, client: EngineLinkClient, script_path: Path, pool_bytes: int = 0
+    ) -> None:
         self._script = script
         self._client = client
         self._script_path = script_path
+        self._pool_bytes = pool_bytes
         self._settings = EngineSettings(model="")
         self._running: dict[str, _Running] = {}
         self._waiting: deque[GenerateRequest] = deque()
@@ -103,7 +106,7 @@ class ScriptedEngine:
             threads_count=1,
             servable_context_tokens=settings.max_context_tokens or _CONTEXT_TOKENS,
             kv_bytes=settings.kv_bytes,
-            pool_bytes=self._script.load.total_bytes,
+            pool_bytes=self._pool_bytes or self._script.load.total_bytes,
             pool_page_bytes=4096,
             pool_reattached=False,
             attach_s=0.0,

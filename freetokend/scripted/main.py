@@ -42,7 +42,9 @@ def _run(script_path: Path, address: str, lifeline_fd: int) -> int:
     lifeline = socket.socket(fileno=lifeline_fd)
     lifeline.set_inheritable(False)
     pool = receive_pool(lifeline)
+    pool_bytes = 0
     if pool is not None:
+        pool_bytes = os.fstat(pool.fd).st_size
         os.close(pool.fd)  # a script needs no weights
     threading.Thread(target=_follow, args=(lifeline,), name="lifeline", daemon=True).start()
     script = read_script(script_path)
@@ -54,7 +56,7 @@ def _run(script_path: Path, address: str, lifeline_fd: int) -> int:
         link_version=script.link_version or LINK_VERSION,
     )
     try:
-        return ScriptedEngine(script, client, script_path).run()
+        return ScriptedEngine(script, client, script_path, pool_bytes).run()
     finally:
         client.close()
 

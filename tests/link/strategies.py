@@ -1,0 +1,146 @@
+"""Hypothesis strategies for every message of the link."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from freetokend.core.errors import Reason
+from freetokend.link.messages import (
+    Cancel,
+    EngineDescription,
+    EngineSettings,
+    EngineStats,
+    Failure,
+    FinishReason,
+    GenerateRequest,
+    Heartbeat,
+    Hello,
+    LoadProgress,
+    LoadStage,
+    Sampling,
+    SequenceUpdate,
+    SetLogLevel,
+    Shutdown,
+    StepReport,
+)
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+texts = st.text(max_size=20)
+numbers = st.floats(allow_nan=False)
+tokens = st.lists(u32, max_size=6).map(tuple)
+request_ids = st.sampled_from(("a", "b", "c"))
+
+stats = st.builds(
+    EngineStats,
+    running_count=u32,
+    waiting_count=u32,
+    kv_pages_used_count=u64,
+    kv_pages_total_count=u64,
+    steps_count=u64,
+    prefill_tokens_count=u64,
+    decode_tokens_count=u64,
+    step_s=numbers,
+    pool_pinned_bytes=u64,
+    pool_bytes=u64,
+    pin_s=numbers,
+    pin_done=st.booleans(),
+    pin_note=texts,
+    expert_executions_count=u64,
+    preemptions_count=u64,
+)
+updates = st.builds(
+    SequenceUpdate,
+    request_id=request_ids,
+    token_ids=tokens,
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    error_reason=st.none() | st.sampled_from(Reason),
+    error_message=texts,
+    prompt_tokens=u32,
+    cached_tokens=u32,
+    completion_tokens=u32,
+)
+reports = st.builds(
+    StepReport, step_index=u64, outputs=st.lists(updates, max_size=5).map(tuple), stats=stats
+)
+descriptions = st.builds(
+    EngineDescription,
+    model=texts,
+    device=texts,
+    device_name=texts,
+    backend=texts,
+    backend_reason=texts,
+    kernel=texts,
+    threads_count=u32,
+    servable_context_tokens=u64,
+    kv_bytes=u64,
+    pool_bytes=u64,
+    pool_page_bytes=u64,
+    pool_reattached=st.booleans(),
+    attach_s=numbers,
+    load_s=numbers,
+    load_bytes_per_s=numbers,
+    first_token_s=numbers,
+    layers_count=u32,
+    moe_layers_count=u32,
+    experts_per_layer_count=u32,
+    bytes_per_expert=u64,
+    max_running_count=u32,
+    notes=st.lists(texts, max_size=3).map(tuple),
+)
+engine_messages = st.one_of(
+    st.builds(
+        Hello,
+        token=texts,
+        link_version=u32,
+        pid=st.integers(0, 2**31 - 1),
+        kind=texts,
+        version=texts,
+    ),
+    st.builds(
+        LoadProgress,
+        stage=st.sampled_from(LoadStage).map(str),
+        done_bytes=u64,
+        total_bytes=u64,
+    ),
+    descriptions,
+    reports,
+    st.builds(Heartbeat, progress_count=u64, busy=st.booleans(), stats=stats),
+    st.builds(Failure, reason=st.sampled_from(Reason), message=texts),
+)
+settings_messages = st.builds(
+    EngineSettings,
+    model=texts,
+    threads_count=u32,
+    kv_bytes=u64,
+    max_running_count=u32,
+    max_waiting_count=u32,
+    step_tokens=u32,
+    max_context_tokens=u64,
+    log_level=texts,
+    pin_pool=st.booleans(),
+    backend=texts,
+)
+requests = st.builds(
+    GenerateRequest,
+    request_id=texts,
+    prompt_token_ids=tokens,
+    max_new_tokens=u32,
+    sampling=st.builds(
+        Sampling,
+        temperature=numbers,
+        top_p=numbers,
+        top_k=u32,
+        min_p=numbers,
+        seed=st.none() | u64,
+    ),
+    stop_token_ids=tokens,
+    ignore_eos=st.booleans(),
+)
+control_messages = st.one_of(
+    settings_messages,
+    requests,
+    st.builds(Cancel, request_id=texts),
+    st.builds(Shutdown, drain=st.booleans()),
+    st.builds(SetLogLevel, level=texts),
+)
