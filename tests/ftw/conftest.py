@@ -1,0 +1,32 @@
+"""A small FTW directory and its checkpoint, made once, copied where a test changes them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from freetokend.ftw.convert import convert
+from tests.support.tiny_checkpoints import write_tiny_qwen3_moe
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory holding a checkpoint "source" and its conversion "model"; not to be changed."""
+    root = tmp_path_factory.mktemp("pristine")
+    write_tiny_qwen3_moe(root / "source", layers=3, mlp_only_layers=[1])
+    convert(root / "source", root / "model")
+    return root
+
+
+@pytest.fixture
+def source(pristine: Path, tmp_path: Path) -> Path:
+    """A checkpoint of one's own."""
+    return Path(shutil.copytree(pristine / "source", tmp_path / "source"))
+
+
+@pytest.fixture
+def model(pristine: Path, tmp_path: Path) -> Path:
+    """An FTW directory of one's own."""
+    return Path(shutil.copytree(pristine / "model", tmp_path / "model"))
