@@ -35,17 +35,19 @@ class Engine:
         )
         ends = np.cumsum([len(one.token_ids) for one in sequences])
         sampled = [index for index, one in enumerate(sequences) if one.draw_index is not None]
+        # Kernels take no empty tensors: a step of prompt chunks alone gets one row, to drop it.
+        wanted = sampled or [0]
         token_ids = np.concatenate([np.asarray(one.token_ids, dtype=np.int64) for one in sequences])
         step = StepInput(
             token_ids=torch.from_numpy(token_ids),
             positions=batch.positions.long(),
-            logits_index=torch.from_numpy(ends[sampled].astype(np.int64) - 1),
+            logits_index=torch.from_numpy(ends[wanted].astype(np.int64) - 1),
         )
         logits = self._program.forward(step, self._kv.view(batch))
         rows = logits.to(torch.float32).numpy()
         return StepOutcome(
             outcomes=tuple(
-                _outcome(sequences[index], row) for index, row in zip(sampled, rows, strict=True)
+                _outcome(sequences[index], row) for index, row in zip(sampled, rows, strict=False)
             )
         )
 

@@ -1,0 +1,35 @@
+"""Converted tiny models, once per session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from freetokend.ftw.reader import FtwDirectory
+from tests.enginehost.local_engine import converted
+from tests.support.tiny_checkpoints import write_tiny_mixtral, write_tiny_qwen3_moe
+
+
+@pytest.fixture(scope="session")
+def mixtral_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("mixtral") / "hf"
+    write_tiny_mixtral(source)
+    return source
+
+
+@pytest.fixture(scope="session")
+def mixtral(mixtral_source: Path) -> FtwDirectory:
+    return converted(mixtral_source, mixtral_source.with_name("ftw"))
+
+
+@pytest.fixture(scope="session")
+def qwen3_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("qwen3") / "hf"
+    write_tiny_qwen3_moe(source, mlp_only_layers=(1,))
+    return source
+
+
+@pytest.fixture(scope="session")
+def qwen3(qwen3_source: Path) -> FtwDirectory:
+    return converted(qwen3_source, qwen3_source.with_name("ftw"))
