@@ -21,13 +21,20 @@ using FileTuple = std::tuple<std::string, std::uint64_t, std::uint64_t>;
 
 const char* failure_name(fh::LoadFailure failure) {
   switch (failure) {
-    case fh::LoadFailure::kNone: return "none";
-    case fh::LoadFailure::kCancelled: return "cancelled";
-    case fh::LoadFailure::kOpen: return "open";
-    case fh::LoadFailure::kLength: return "length";
-    case fh::LoadFailure::kRead: return "read";
-    case fh::LoadFailure::kMemory: return "memory";
-    case fh::LoadFailure::kQueue: return "queue";
+    case fh::LoadFailure::kNone:
+      return "none";
+    case fh::LoadFailure::kCancelled:
+      return "cancelled";
+    case fh::LoadFailure::kOpen:
+      return "open";
+    case fh::LoadFailure::kLength:
+      return "length";
+    case fh::LoadFailure::kRead:
+      return "read";
+    case fh::LoadFailure::kMemory:
+      return "memory";
+    case fh::LoadFailure::kQueue:
+      return "queue";
   }
   return "none";
 }
@@ -82,8 +89,8 @@ void bind_mapping(py::module_& m) {
 
 void bind_loader(py::module_& m) {
   py::class_<fh::LoadOutcome>(m, "LoadOutcome")
-      .def_property_readonly(
-          "failure", [](const fh::LoadOutcome& self) { return failure_name(self.failure); })
+      .def_property_readonly("failure",
+                             [](const fh::LoadOutcome& self) { return failure_name(self.failure); })
       .def_readonly("error_number", &fh::LoadOutcome::error_number)
       .def_readonly("path", &fh::LoadOutcome::path)
       .def_readonly("offset_bytes", &fh::LoadOutcome::offset_bytes)
@@ -134,8 +141,7 @@ PYBIND11_MODULE(_host, m, py::mod_gil_not_used()) {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const std::system_error& error) {
       errno = error.code().value();
-      PyErr_SetObject(PyExc_OSError,
-                      py::make_tuple(error.code().value(), error.what()).ptr());
+      PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
     }
   });
   bind_mapping(m);

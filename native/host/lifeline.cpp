@@ -42,8 +42,8 @@ Lifeline::Lifeline(int fd, int exit_code) : fd_(fd) {
   wake_fd_ = ::eventfd(0, EFD_CLOEXEC);
   if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   const int wake_fd = wake_fd_;
-  thread_ = start_thread("ftk-lifeline",
-                         [fd, wake_fd, exit_code] { watch(fd, wake_fd, exit_code); });
+  thread_ =
+      start_thread("ftk-lifeline", [fd, wake_fd, exit_code] { watch(fd, wake_fd, exit_code); });
 }
 
 Lifeline::~Lifeline() {

@@ -325,8 +325,8 @@ bool Loader::next_piece(Piece* piece) {
   piece->file_index = static_cast<std::size_t>(after - files_.begin()) - 1;
   const OpenFile& file = *files_[piece->file_index];
   piece->offset_bytes = (number - file.first_piece) * options_.chunk_bytes;
-  const auto length_bytes = static_cast<std::uint32_t>(std::min<std::uint64_t>(
-      options_.chunk_bytes, file.file.length_bytes - piece->offset_bytes));
+  const auto length_bytes = static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(options_.chunk_bytes, file.file.length_bytes - piece->offset_bytes));
   piece->tail_bytes = length_bytes % kAlignmentBytes;
   piece->aligned_bytes = length_bytes - piece->tail_bytes;
   return true;

@@ -47,13 +47,13 @@ struct LoadOptions {
 struct LoadOutcome {
   LoadFailure failure = LoadFailure::kNone;
   int error_number = 0;
-  std::string path;                    // of the file that failed
-  std::uint64_t offset_bytes = 0;      // in that file
-  std::uint64_t actual_bytes = 0;      // kLength: the length that was found
-  std::string io;                      // "io_uring" or "threads"
-  std::string io_note;                 // why not io_uring; empty if it is used
+  std::string path;                        // of the file that failed
+  std::uint64_t offset_bytes = 0;          // in that file
+  std::uint64_t actual_bytes = 0;          // kLength: the length that was found
+  std::string io;                          // "io_uring" or "threads"
+  std::string io_note;                     // why not io_uring; empty if it is used
   std::uint32_t buffered_files_count = 0;  // files whose file system refused direct reads
-  std::uint32_t depth_count = 0;       // reads kept in flight at the end
+  std::uint32_t depth_count = 0;           // reads kept in flight at the end
   std::uint32_t workers_count = 0;
   std::uint64_t loaded_bytes = 0;
   double elapsed_s = 0.0;

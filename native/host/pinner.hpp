@@ -15,11 +15,11 @@ namespace freetoken::host {
 struct PinProgress {
   std::uint64_t pinned_bytes = 0;  // a prefix of the range
   std::uint64_t total_bytes = 0;
-  bool done = false;      // finished, failed or aborted
-  int error_number = 0;   // errno of the step that failed; 0 if none did
-  bool limited = false;   // the failure was the limit on locked memory
+  bool done = false;     // finished, failed or aborted
+  int error_number = 0;  // errno of the step that failed; 0 if none did
+  bool limited = false;  // the failure was the limit on locked memory
   double elapsed_s = 0.0;
-  std::string note;       // one sentence; empty while all is well
+  std::string note;  // one sentence; empty while all is well
 };
 
 // Starts at once. What was locked stays locked after a failure or an abort, until the mapping is
