@@ -15,7 +15,7 @@ from typing import Final
 
 from freetokend.core.errors import ConfigError
 from freetokend.link.engine_side import TOKEN_ENVIRONMENT
-from freetokend.link.handover import PoolHandover, make_lifeline, send_pool
+from freetokend.link.handover import PoolHandover, hand_over, make_lifeline
 
 _LINE_LIMIT_BYTES: Final = 64 << 10
 _KEPT_LINES: Final = 20
@@ -91,7 +91,7 @@ class EngineProcess:
             finally:
                 theirs.close()
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                send_pool(ours, pool)  # an engine that is already dead is seen at its exit
+                hand_over(ours, pool)  # an engine that is already dead is seen at its exit
         except BaseException:
             ours.close()
             raise

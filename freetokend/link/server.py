@@ -128,7 +128,7 @@ class LinkServer(pb_grpc.EngineLinkServicer):
                 f"the socket path {self._path} is longer than the {_MAX_SOCKET_PATH_BYTES} bytes "
                 "a Unix socket allows: choose a shorter [service] runtime_dir"
             )
-        self._path.unlink(missing_ok=True)
+        _remove_dead_sockets(self._directory)
         server = grpc.aio.server(options=list(CHANNEL_OPTIONS))
         pb_grpc.add_EngineLinkServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         try:
@@ -236,6 +236,14 @@ async def _read(
 async def _write(context: _Context, attachment: Attachment) -> None:
     while (message := await attachment.next_outgoing()) is not None:
         await context.write(encode_control_message(message))
+
+
+def _remove_dead_sockets(directory: Path) -> None:
+    """Sockets of control processes that were killed; the live ones belong to somebody else."""
+    for path in directory.glob("link-*.sock"):
+        pid = path.stem.removeprefix("link-")
+        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
 
 
 def prepare_private_directory(directory: Path) -> None:

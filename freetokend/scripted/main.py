@@ -6,19 +6,18 @@ import argparse
 import os
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from freetokend.core.errors import FreetokenError, reaction
 from freetokend.link.engine_side import EngineLinkClient, take_link_token
-from freetokend.link.handover import receive_pool
 from freetokend.link.messages import LINK_VERSION
+from freetokend.native.lifeline import Lifeline, receive_pool
 from freetokend.scripted.engine import ScriptedEngine
 from freetokend.scripted.script import read_script
 
-LIFELINE_EXIT_CODE: Final = 3
+_HANDOVER_TIMEOUT_S: Final = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,14 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(script_path: Path, address: str, lifeline_fd: int) -> int:
-    lifeline = socket.socket(fileno=lifeline_fd)
-    lifeline.set_inheritable(False)
-    pool = receive_pool(lifeline)
+    with socket.socket(fileno=lifeline_fd) as lifeline:
+        lifeline.set_inheritable(False)
+        lifeline.settimeout(_HANDOVER_TIMEOUT_S)
+        pool = receive_pool(lifeline)
+        lifeline.settimeout(None)
+        Lifeline.start(lifeline.detach())
     pool_bytes = 0
     if pool is not None:
         pool_bytes = os.fstat(pool.fd).st_size
         os.close(pool.fd)  # a script needs no weights
-    threading.Thread(target=_follow, args=(lifeline,), name="lifeline", daemon=True).start()
     script = read_script(script_path)
     client = EngineLinkClient(
         address,
@@ -59,11 +60,3 @@ def _run(script_path: Path, address: str, lifeline_fd: int) -> int:
         return ScriptedEngine(script, client, script_path, pool_bytes).run()
     finally:
         client.close()
-
-
-def _follow(lifeline: socket.socket) -> None:
-    """Exit when the control process is gone. This engine never holds the interpreter for long, so
-    an ordinary thread will do."""
-    while lifeline.recv(64):
-        pass
-    os._exit(LIFELINE_EXIT_CODE)
