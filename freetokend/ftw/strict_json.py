@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
@@ -29,16 +30,20 @@ def read_file(path: Path, *, limit_bytes: int, purpose: str) -> bytes:
         raise ModelDataError(f"{path} is missing; it is needed as {purpose}.") from None
     except (OSError, ValueError) as error:
         raise io_error(f"cannot open {path}", error) from error
-    with os.fdopen(descriptor, "rb") as file:
-        try:
-            size_bytes = os.fstat(descriptor).st_size
-            if size_bytes > limit_bytes:
-                raise ModelDataError(
-                    f"{path} has {size_bytes} bytes; {purpose} may have at most {limit_bytes}."
-                )
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelDataError(f"{path} is not a regular file; it is needed as {purpose}.")
+        if status.st_size > limit_bytes:
+            raise ModelDataError(
+                f"{path} has {status.st_size} bytes; {purpose} may have at most {limit_bytes}."
+            )
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
             data = file.read(limit_bytes + 1)
-        except OSError as error:
-            raise io_error(f"cannot read {path}", error) from error
+    except OSError as error:
+        raise io_error(f"cannot read {path}", error) from error
+    finally:
+        os.close(descriptor)
     if len(data) > limit_bytes:
         raise ModelDataError(f"{path} has more than {limit_bytes} bytes, too many for {purpose}.")
     return data
