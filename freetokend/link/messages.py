@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
@@ -254,6 +254,14 @@ class EngineSnapshot:
     next_restart_s: float | None = None
 
 
+class SequenceStream(AsyncIterator[SequenceUpdate], Protocol):
+    """The updates of one request; an async generator is one."""
+
+    def aclose(self) -> Awaitable[None]:
+        """Cancel unless the last update was read. Idempotent."""
+        ...
+
+
 class EngineGateway(Protocol):
     """What `serving` and `control` see of the engine. Owned by the control process's event loop."""
 
@@ -261,7 +269,7 @@ class EngineGateway(Protocol):
         """The present state; never blocks."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[SequenceUpdate, None]:
+    def generate(self, request: GenerateRequest) -> SequenceStream:
         """Submit and stream updates; the last one has `finish_reason`.
 
         Raises `UnavailableError` (loading, draining, engine unavailable, queue full) before

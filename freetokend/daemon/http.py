@@ -1,0 +1,96 @@
+"""The HTTP listener: a socket bound early, and uvicorn inside our own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import uvicorn
+
+from freetokend.core.errors import ConfigError
+
+_BACKLOG: Final = 1024
+_KEEP_ALIVE_S: Final = 30
+# After the engine has ended every stream: what a client gets to read its last bytes.
+_FLUSH_S: Final = 2.0
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """Listen on `host`:`port`. Raises `ConfigError` that names the address and the way out."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        match number:
+            case errno.EADDRINUSE:
+                why = (
+                    "another program listens there; choose another port with [http] port or --port"
+                )
+            case errno.EACCES:
+                why = (
+                    f"uid {os.geteuid()} may not use ports below 1024; choose a higher [http] port"
+                )
+            case _:
+                why = f"{error}; see [http] host and port"
+        raise ConfigError(f"cannot listen on {host} port {port}: {why}", param="http") from error
+
+
+def http_address(listener: socket.socket) -> str:
+    """The URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: signals belong to the daemon."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Serves one ASGI application on one listening socket, which it closes in the end."""
+
+    def __init__(self, app: Any, listener: socket.socket) -> None:
+        self._listener = listener
+        config = uvicorn.Config(
+            app,
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(_FLUSH_S),
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to serve; returns at once."""
+        self._task = asyncio.create_task(self._server.serve([self._listener]), name="http")
+
+    async def failed(self) -> None:
+        """Wait until the server ends, which it does not do by itself; raises what ended it."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        """Stop accepting, give running responses a moment, close. Idempotent."""
+        if self._task is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self._task}, timeout=_FLUSH_S + 1.0)
+            self._server.force_exit = True
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self._task = None
+        self._listener.close()
