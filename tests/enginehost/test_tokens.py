@@ -155,13 +155,13 @@ def test_end_of_sequence_ids_come_from_the_models_files(mixtral: FtwDirectory) -
     with local_engine(mixtral) as built:
         (eos,) = built.facts.eos_token_ids
         asked = [
-            seeded(f"r{index}", prompt, 400, seed=index) for index, prompt in enumerate(prompts(8))
+            seeded(f"r{index}", prompt, 160, seed=index) for index, prompt in enumerate(prompts(8))
         ]
         on = serve(built, asked)
         off = serve(
             built,
             [
-                ask(one.request_id, one.prompt_token_ids, 400, one.sampling, ignore_eos=False)
+                ask(one.request_id, one.prompt_token_ids, 160, one.sampling, ignore_eos=False)
                 for one in asked
             ],
         )

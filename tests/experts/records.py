@@ -1,0 +1,48 @@
+"""Random expert records in memory, and what they mean in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from freetokend.ftw.packing import bf16_to_f32, f32_to_bf16, pack_down, pack_gate_up
+
+Floats = npt.NDArray[np.float64]
+Expert = tuple[Floats, Floats, Floats]
+
+
+def random_expert(hidden_size: int, intermediate_size: int, seed: int) -> Expert:
+    """gate [I, H], up [I, H], down [H, I]: bf16 values of real magnitudes, as float64."""
+    random = np.random.default_rng(seed)
+    gate, up, down = (
+        bf16_to_f32(
+            f32_to_bf16(
+                random.standard_normal(size, dtype=np.float32) * np.float32(size[1] ** -0.5)
+            )
+        ).astype(np.float64)
+        for size in (
+            (intermediate_size, hidden_size),
+            (intermediate_size, hidden_size),
+            (hidden_size, intermediate_size),
+        )
+    )
+    return gate, up, down
+
+
+def packed(expert: Expert, record_bytes: int) -> bytes:
+    """The expert as a record."""
+    gate, up, down = (f32_to_bf16(part.astype(np.float32)) for part in expert)
+    body = pack_gate_up(gate, up).tobytes() + pack_down(down).tobytes()
+    return body.ljust(record_bytes, b"\0")
+
+
+def exact(expert: Expert, x: Floats) -> Floats:
+    """down(silu(gate x) * up x) of one token, in float64."""
+    gate, up, down = expert
+    inner = gate @ x
+    return np.asarray(down @ (inner / (1.0 + np.exp(-inner)) * (up @ x)))
+
+
+def bf16(values: Floats) -> Floats:
+    """Rounded to bf16."""
+    return bf16_to_f32(f32_to_bf16(values.astype(np.float32))).astype(np.float64)
