@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 from freetokend.core.errors import Reason
 
@@ -254,8 +254,16 @@ class EngineSnapshot:
     next_restart_s: float | None = None
 
 
-class SequenceStream(AsyncIterator[SequenceUpdate], Protocol):
-    """The updates of one request; an async generator is one."""
+class SequenceStream(Protocol):
+    """The updates of one request: an async iterator that can be closed, as generators are."""
+
+    def __aiter__(self) -> Self:
+        """Itself."""
+        ...
+
+    def __anext__(self) -> Awaitable[SequenceUpdate]:
+        """The next update; StopAsyncIteration after the one with a `finish_reason`."""
+        ...
 
     def aclose(self) -> Awaitable[None]:
         """Cancel unless the last update was read. Idempotent."""
