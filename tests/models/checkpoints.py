@@ -145,9 +145,12 @@ def hf_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
     Its default kernels, except that its grouped expert kernel has no float64 form.
     """
-    experts = {"experts_implementation": "eager"} if dtype is torch.float64 else {}
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=dtype, **experts)
-    return model.eval()
+    experts = "eager" if dtype is torch.float64 else "grouped_mm"
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint.directory, dtype=dtype, experts_implementation=experts
+    )
+    model.eval()
+    return model
 
 
 def make_checkpoint(
@@ -160,9 +163,11 @@ def make_checkpoint(
     trivial, so that leaving one out shows.
     """
     values = shape.config()
+    directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(values))
     config = AutoConfig.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -175,16 +180,18 @@ def make_checkpoint(
 
 
 def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
-    fan_in = noise.shape[-1]
+    gain = float(noise.shape[-1]) ** -0.5
     if "norm" in name:
         return 1.0 + 0.2 * noise
     if name.endswith(".bias"):
         return 0.2 * noise
     if "embed_tokens" in name:
-        return noise * 0.5
+        return noise
     if name.endswith(".gate.weight") or name.startswith("lm_head"):
-        return noise * 2.0 / fan_in**0.5
-    return noise * 1.5 / fan_in**0.5
+        gain *= 2.0
+    else:
+        gain *= 1.25
+    return noise.mul(gain)
 
 
 def prompt(length: int, vocab_size: int, seed: int) -> torch.Tensor:

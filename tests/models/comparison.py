@@ -4,25 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from freetokend.models.registry import build_model
-from freetokend.tensor.protocols import ExpertDispatch, KvView, StepInput, StepProgram
+from freetokend.tensor.protocols import (
+    ExpertDispatch,
+    KvView,
+    Linear,
+    StepInput,
+    StepProgram,
+    WeightSource,
+)
 from freetokend.tensor.state_dict_weights import StateDictWeights
 from tests.models.checkpoints import Checkpoint, hf_model
-from tests.support.reference import ReferenceExperts, ReferenceKv, Routing, split_experts
+from tests.support.reference import ReferenceExperts, ReferenceKv, split_experts
 
 # One step: (sequence, how many of its next tokens) for each sequence that takes part.
 Step = Sequence[tuple[int, int]]
 
 
-class RecordingExperts:
-    """An ExpertDispatch that notes every routing and passes it on."""
+class RecordingRouter:
+    """A router's Linear that keeps the logits of every call."""
+
+    def __init__(self, inner: Linear, record: list[torch.Tensor]) -> None:
+        self._inner = inner
+        self._record = record
+        self.in_features = inner.in_features
+        self.out_features = inner.out_features
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self._inner(x)
+        self._record.append(logits)
+        return logits
+
+
+class RecordingWeights:
+    """A WeightSource that notes router logits: fp32 [T, E] per MoE layer and step, in order."""
+
+    def __init__(self, inner: WeightSource) -> None:
+        self._inner = inner
+        self.router_logits: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def router(self, name: str, *, in_features: int, experts_count: int) -> Linear:
+        inner = self._inner.router(name, in_features=in_features, experts_count=experts_count)
+        return RecordingRouter(inner, self.router_logits)
+
+
+class ReplayedExperts:
+    """An ExpertDispatch that can be told what to choose.
+
+    `choices`, when set: per MoE layer the ids [T, k] and weights [T, k] of the one step that
+    follows; what the model chose is ignored then.
+    """
 
     def __init__(self, inner: ExpertDispatch) -> None:
         self._inner = inner
-        self.record: list[Routing] = []
+        self.choices: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def dispatch(
         self,
@@ -31,19 +73,21 @@ class RecordingExperts:
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        self.record.append(
-            Routing(moe_layer_index=moe_layer_index, expert_ids=expert_ids, weights=weights)
-        )
+        if self.choices is not None:
+            ids, replaced = self.choices[moe_layer_index]
+            assert ids.shape == expert_ids.shape
+            expert_ids, weights = ids, replaced.to(weights.dtype)
         return self._inner.dispatch(moe_layer_index, x, expert_ids, weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runner:
-    """A built model with what a step needs: a fresh cache per run, and the noted routings."""
+    """A built model with what a step needs: a fresh cache per run, and the noted router logits."""
 
     model: StepProgram
     new_cache: Callable[[], Callable[[Sequence[int]], KvView]]
-    experts: RecordingExperts
+    router_logits: list[torch.Tensor]
+    experts: ReplayedExperts
 
     def run(self, prompts: Sequence[torch.Tensor], steps: Sequence[Step]) -> list[torch.Tensor]:
         """Feed the prompts as `steps` say; returns logits of every position per prompt."""
@@ -64,9 +108,8 @@ class Runner:
                 logits_index=torch.arange(len(sequences)),
             )
             rows = self.model.forward(every, view(sequences))
-            for (sequence, _), part in zip(
-                step, rows.split([count for _, count in step]), strict=True
-            ):
+            counts = [count for _, count in step]
+            for (sequence, _), part in zip(step, torch.split(rows, counts), strict=True):
                 logits[sequence].append(part)
         assert done == [len(prompt) for prompt in prompts]
         return [torch.cat(parts) for parts in logits]
@@ -75,9 +118,15 @@ class Runner:
 def reference_runner(checkpoint: Checkpoint, dtype: torch.dtype) -> Runner:
     """Our model over plain tensors, experts and attention by torch."""
     plain, gate_up, down = split_experts(checkpoint.tensors)
-    experts = RecordingExperts(ReferenceExperts(gate_up, down, dtype))
-    model = build_model(checkpoint.config, StateDictWeights(plain, dtype), experts)
-    return Runner(model=model, new_cache=lambda: ReferenceKv(dtype).view, experts=experts)
+    weights = RecordingWeights(StateDictWeights(plain, dtype))
+    experts = ReplayedExperts(ReferenceExperts(gate_up, down, dtype))
+    model = build_model(checkpoint.config, weights, experts)
+    return Runner(
+        experts=experts,
+        model=model,
+        new_cache=lambda: ReferenceKv(dtype).view,
+        router_logits=weights.router_logits,
+    )
 
 
 def whole(lengths: Sequence[int]) -> list[Step]:
@@ -115,7 +164,7 @@ def hf_logits(
     checkpoint: Checkpoint, dtype: torch.dtype, prompts: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """transformers' logits of every position, each prompt by itself in one pass."""
-    model = hf_model(checkpoint, dtype)
+    model: Any = hf_model(checkpoint, dtype)
     with torch.inference_mode():
         return [model(prompt[None]).logits[0] for prompt in prompts]
 
@@ -123,4 +172,5 @@ def hf_logits(
 def relative_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Per position ||found - expected|| / ||expected||: fp64 [T]."""
     found, expected = found.double(), expected.double()
-    return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    norm = torch.linalg.vector_norm
+    return torch.div(norm(found - expected, dim=-1), norm(expected, dim=-1))

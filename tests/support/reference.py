@@ -7,32 +7,22 @@ choices, keys and values as growing tensors per sequence.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """What one dispatch was asked for: ids int32 [T, k], weights [T, k]."""
-
-    moe_layer_index: int
-    expert_ids: torch.Tensor
-    weights: torch.Tensor
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ReferenceExperts:
     """ExpertDispatch over plain gate, up and down matrices.
 
     `gate_up` and `down`: one tensor per MoE layer, [E, 2I, H] (gate rows first) and [E, H, I].
-    Inputs and the activation are in `dtype`, sums in `accumulator`. Every dispatch is recorded.
+    Activations are in `dtype`, sums in fp32 (fp64 in a fp64 run).
     """
 
     gate_up: Sequence[torch.Tensor]
     down: Sequence[torch.Tensor]
     dtype: torch.dtype
-    record: list[Routing] = field(default_factory=list)
 
     def dispatch(
         self,
@@ -41,9 +31,6 @@ class ReferenceExperts:
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        self.record.append(
-            Routing(moe_layer_index=moe_layer_index, expert_ids=expert_ids, weights=weights)
-        )
         accumulator = torch.float64 if self.dtype is torch.float64 else torch.float32
         outputs = torch.zeros(*expert_ids.shape, x.shape[1], dtype=accumulator)
         for expert in sorted(set(expert_ids.flatten().tolist())):
