@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from freetokend.ftw.convert import convert
+from tests.ftw.big_checkpoints import write_big_mixtral
 from tests.support.tiny_checkpoints import write_tiny_qwen3_moe
 
 
@@ -30,3 +31,17 @@ def source(pristine: Path, tmp_path: Path) -> Path:
 def model(pristine: Path, tmp_path: Path) -> Path:
     """An FTW directory of one's own."""
     return Path(shutil.copytree(pristine / "model", tmp_path / "model"))
+
+
+SHARD_BYTES = 128 * 1024 * 1024
+
+
+@pytest.fixture(scope="session")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `pristine`, but of 206 MB in two shards and four checksum blocks."""
+    root = tmp_path_factory.mktemp("big")
+    write_big_mixtral(
+        root / "source", layers=2, experts=8, hidden=1024, inter=1920, dtype="bf16", random=True
+    )
+    convert(root / "source", root / "model", max_shard_bytes=SHARD_BYTES)
+    return root
