@@ -54,9 +54,8 @@ class MonitorService(pb_grpc.MonitorServicer):
             yield pb.WatchStatusResponse(status=status_message(state))
             await asyncio.sleep(_SPACING_S)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._keeper.changed(state.generation), interval_s - _SPACING_S
-                )
+                async with asyncio.timeout(interval_s - _SPACING_S):
+                    await self._keeper.changed(state.generation)
 
     async def GetVersion(  # noqa: N802 - the name is the protocol's
         self, request: pb.GetVersionRequest, context: Context

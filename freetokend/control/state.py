@@ -121,7 +121,10 @@ class StateKeeper:
         seen = 0
         while True:
             with contextlib.suppress(TimeoutError):
-                newest = await asyncio.wait_for(self._gateway.changed(seen), _TICK_S)
+                # Not wait_for: on Python 3.11 it can swallow a cancellation that comes together
+                # with the change.
+                async with asyncio.timeout(_TICK_S):
+                    newest = await self._gateway.changed(seen)
                 if newest != seen:
                     seen = newest
                     self.touch()

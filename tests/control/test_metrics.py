@@ -1,0 +1,288 @@
+"""Names, units and values of the metrics; names change only together with the golden file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from freetokend.control import ControlPlane
+from freetokend.control.metrics import Metrics
+from freetokend.control.metrics.catalogue import CATALOGUE, PREFIX, Kind, metric
+from freetokend.core.errors import FreetokenError, Reason, UnavailableError
+from freetokend.link.messages import (
+    EngineState,
+    FinishReason,
+    GenerateRequest,
+    LoadProgress,
+    Sampling,
+    SequenceUpdate,
+)
+from tests.control.fakes import FakeGateway, config
+
+GOLDEN = Path(__file__).with_name("metrics.golden")
+REQUEST = GenerateRequest(
+    request_id="r", prompt_token_ids=(1, 2, 3), max_new_tokens=9, sampling=Sampling()
+)
+BASE_UNITS = ("seconds", "bytes", "tokens", "bytes_per_second")
+
+
+def samples(plane: ControlPlane) -> dict[str, float]:
+    """Sample name with its labels -> value."""
+    text = plane.metrics.render()[0].decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def golden_text() -> str:
+    lines = [
+        f"{entry.name} {entry.kind.value} unit={entry.unit or '-'} "
+        f"labels={','.join(entry.labels) or '-'} {entry.help}"
+        for entry in CATALOGUE.values()
+    ]
+    return "\n".join(sorted(lines)) + "\n"
+
+
+def test_names_types_units_labels_and_help_are_those_of_the_golden_file() -> None:
+    if os.environ.get("FREETOKEN_UPDATE_GOLDENS") == "1":
+        GOLDEN.write_text(golden_text())
+    assert golden_text() == GOLDEN.read_text(), (
+        "the metrics changed; dashboards and alerts depend on them. If that is meant, run this "
+        "test with FREETOKEN_UPDATE_GOLDENS=1 and name the change in the changelog"
+    )
+
+
+@pytest.mark.parametrize("entry", CATALOGUE.values(), ids=lambda entry: entry.name)
+def test_every_name_follows_the_conventions(entry) -> None:  # type: ignore[no-untyped-def]
+    assert entry.name.startswith(PREFIX)
+    assert entry.name == entry.name.lower()
+    assert entry.help.endswith(".")
+    assert entry.name.endswith("_total") == (entry.kind is Kind.COUNTER)
+    stem = entry.name.removesuffix("_total")
+    assert not stem.endswith(("_count", "_sum", "_bucket", "_ms", "_mb", "_pct", "_percent"))
+    units = [unit for unit in BASE_UNITS if stem.endswith(f"_{unit}")]
+    assert max(units, key=len, default="") == entry.unit
+    assert "model" not in entry.labels or entry.labels[0] == "model"
+    assert bool(entry.buckets) == (entry.kind is Kind.HISTOGRAM)
+
+
+async def fully_used(plane: ControlPlane, gateway: FakeGateway) -> None:
+    """Make every family have a sample."""
+    gateway.set(
+        state=EngineState.DRAINING,
+        load=LoadProgress(stage="warm_up", done_bytes=5, total_bytes=9),
+    )
+    gateway.answer = [
+        SequenceUpdate(request_id="r", token_ids=(1,)),
+        SequenceUpdate(
+            request_id="r",
+            token_ids=(2, 3),
+            finish_reason=FinishReason.LENGTH,
+            prompt_tokens=3,
+            cached_tokens=2,
+            completion_tokens=3,
+        ),
+    ]
+    async for _ in plane.gateway.generate(REQUEST):
+        pass
+    gateway.refusal = UnavailableError("full", reason=Reason.QUEUE_FULL)
+    with pytest.raises(UnavailableError):
+        plane.gateway.generate(REQUEST)
+    await call(plane, path="/v1/models")
+
+
+async def call(  # type: ignore[no-untyped-def]
+    plane: ControlPlane,
+    *,
+    path: str,
+    route: str | None = None,
+    status: int | None = 200,
+    method: str = "GET",
+    kind: str = "http",
+):
+    """One request through the HTTP meter, as an ASGI server would make it."""
+
+    class Route:
+        def __init__(self, template: str) -> None:
+            self.path = template
+
+    async def app(scope, receive, send):  # type: ignore[no-untyped-def]
+        if route is not None:
+            scope["route"] = Route(route)
+        if status is None:
+            raise ConnectionResetError
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def receive():  # type: ignore[no-untyped-def]
+        return {"type": "http.request"}
+
+    sent: list[object] = []
+
+    async def send(message) -> None:  # type: ignore[no-untyped-def]
+        sent.append(message)
+
+    scope = {"type": kind, "method": method, "path": path}
+    await plane.metrics.metered_app(app)(scope, receive, send)
+    return sent
+
+
+async def test_the_exposition_holds_exactly_the_catalogue(
+    plane: ControlPlane, gateway: FakeGateway
+) -> None:
+    await fully_used(plane, gateway)
+    text = plane.metrics.render()[0].decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    own = {name: family for name, family in families.items() if name.startswith(PREFIX)}
+    # The parser takes "_total" off counters, and "_created" lines are gauges of its own.
+    expected = {entry.name.removesuffix("_total"): entry for entry in CATALOGUE.values()}
+    assert {name for name in own if not name.endswith("_created")} == set(expected)
+    for name, entry in expected.items():
+        assert own[name].type == entry.kind.value
+        assert own[name].documentation == entry.help
+        assert own[name].samples, f"{name} has no sample"
+        for sample in own[name].samples:
+            assert set(sample.labels) - {"le"} == set(entry.labels)
+    assert "process_resident_memory_bytes" in families
+
+
+async def test_promtool_finds_nothing_to_improve(plane: ControlPlane, gateway: FakeGateway) -> None:
+    await fully_used(plane, gateway)
+    content, content_type = plane.metrics.render()
+    assert content_type.startswith("text/plain; version=0.0.4")
+    lint(content)
+
+
+def lint(exposition: bytes) -> None:
+    promtool = shutil.which("promtool")
+    assert promtool, "promtool is missing: install the package prometheus"
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=exposition, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+
+
+async def test_state_is_read_at_the_scrape(plane: ControlPlane, gateway: FakeGateway) -> None:
+    gateway.set_stats(running_count=3, decode_tokens_count=500)
+    seen = samples(plane)
+    assert seen["freetoken_requests_running{model=demo}"] == 3
+    assert seen["freetoken_engine_decode_tokens_total{model=demo}"] == 500
+    assert seen["freetoken_ready{model=demo}"] == 1
+    assert seen["freetoken_engine_state{model=demo,state=ready}"] == 1
+    assert seen["freetoken_engine_state{model=demo,state=failed}"] == 0
+    assert seen["freetoken_pool_size_bytes{model=demo}"] == 10 << 30
+    gateway.set(state=EngineState.FAILED, description=None, cause="x")
+    seen = samples(plane)
+    assert seen["freetoken_alive{model=demo}"] == 0
+    assert seen["freetoken_health_warnings{code=engine-failed,model=demo,severity=error}"] == 1
+    assert "freetoken_pool_size_bytes{model=demo}" not in seen
+
+
+async def test_two_warnings_of_one_code_are_one_sample(
+    plane: ControlPlane, gateway: FakeGateway
+) -> None:
+    from dataclasses import replace
+
+    from tests.control.fakes import DESCRIPTION
+
+    gateway.set(description=replace(DESCRIPTION, notes=("one", "two")))
+    key = "freetoken_health_warnings{code=engine-note,model=demo,severity=warning}"
+    assert samples(plane)[key] == 2
+
+
+async def test_sequences_are_counted_once_by_how_they_end(
+    plane: ControlPlane, gateway: FakeGateway
+) -> None:
+    def end(reason: FinishReason) -> SequenceUpdate:
+        return SequenceUpdate(
+            request_id="r",
+            finish_reason=reason,
+            prompt_tokens=3,
+            cached_tokens=1,
+            completion_tokens=2,
+        )
+
+    token = SequenceUpdate(request_id="r", token_ids=(1, 2))
+    for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR):
+        gateway.answer = [token, end(reason)]
+        stream = plane.gateway.generate(REQUEST)
+        assert [update async for update in stream] == gateway.answer
+        await stream.aclose()
+    # The reader goes after the first tokens.
+    gateway.answer = [token, end(FinishReason.STOP)]
+    stream = plane.gateway.generate(REQUEST)
+    assert await anext(stream) == token
+    await stream.aclose()
+    await stream.aclose()
+
+    seen = samples(plane)
+    for outcome in FinishReason:
+        key = f"freetoken_requests_finished_total{{model=demo,outcome={outcome.value}}}"
+        assert seen[key] == 1
+    assert seen["freetoken_prompt_tokens_total{model=demo}"] == 12
+    assert seen["freetoken_cached_prompt_tokens_total{model=demo}"] == 3
+    assert seen["freetoken_completion_tokens_total{model=demo}"] == 8
+    assert seen["freetoken_time_to_first_token_seconds_count{model=demo}"] == 4
+    assert gateway.closed_count == 4
+    totals = plane.metrics.totals()
+    assert (totals.finished_count, totals.failed_count, totals.cancelled_count) == (2, 1, 1)
+
+
+async def test_refusals_are_counted_by_reason_wherever_they_are_raised(
+    plane: ControlPlane, gateway: FakeGateway
+) -> None:
+    gateway.refusal = UnavailableError("full", reason=Reason.QUEUE_FULL)
+    with pytest.raises(UnavailableError):
+        plane.gateway.generate(REQUEST)
+    gateway.refusal = None
+    error: FreetokenError = UnavailableError("soon", reason=Reason.LOADING)
+    gateway.answer = [error]
+    stream = plane.gateway.generate(REQUEST)
+    with pytest.raises(UnavailableError):
+        await anext(stream)
+    await stream.aclose()
+    seen = samples(plane)
+    assert seen["freetoken_requests_refused_total{model=demo,reason=queue_full}"] == 1
+    assert seen["freetoken_requests_refused_total{model=demo,reason=loading}"] == 1
+    assert seen["freetoken_requests_finished_total{model=demo,outcome=cancelled}"] == 0
+
+
+async def test_http_requests_by_route_template_method_and_status(plane: ControlPlane) -> None:
+    await call(plane, path="/v1/models/a", route="/v1/models/{model}")
+    await call(plane, path="/v1/models/b", route="/v1/models/{model}")
+    await call(plane, path="/etc/passwd", status=404, method="BREW")
+    await call(plane, path="/", kind="lifespan", status=200)
+    with pytest.raises(ConnectionResetError):
+        await call(plane, path="/v1/models", route="/v1/models", status=None)
+    seen = {
+        name: value
+        for name, value in samples(plane).items()
+        if name.startswith("freetoken_http_requests_total")
+    }
+    prefix = "freetoken_http_requests_total"
+    assert seen == {
+        f"{prefix}{{method=GET,route=/v1/models/{{model}},status=200}}": 2,
+        f"{prefix}{{method=other,route=other,status=404}}": 1,
+        f"{prefix}{{method=GET,route=/v1/models,status=none}}": 1,
+    }
+    assert samples(plane)["freetoken_http_requests_in_flight"] == 0
+
+
+def test_two_registries_live_side_by_side(tmp_path: Path) -> None:
+    first = Metrics(config(tmp_path), "a")
+    second = Metrics(config(tmp_path), "b")
+    assert b'model="a"' in first.render()[0]
+    assert b'model="a"' not in second.render()[0]
+
+
+def test_an_unknown_short_name_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        metric("no_such_metric")
