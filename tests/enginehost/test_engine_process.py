@@ -1,0 +1,160 @@
+"""The engine process as control sees it: contract, life, death, refusals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from freetokend.core.errors import Reason
+from freetokend.ftw.reader import FtwDirectory
+from freetokend.link.messages import EngineSettings, EngineState, FinishReason
+from freetokend.policy.restart import RestartBudget
+from tests.enginehost.engine_process import native_engine
+from tests.enginehost.local_engine import ask, local_engine, serve
+from tests.link.contract import LinkContract, token_ids
+from tests.support.scripted import EngineHarness, engine_environment, greedy
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def harness(mixtral: FtwDirectory) -> AsyncIterator[EngineHarness]:
+    async with native_engine(mixtral) as harness:
+        await harness.wait_state(EngineState.READY)
+        yield harness
+
+
+@pytest.mark.asyncio(loop_scope="module")
+class TestComputingEngine:
+    """What only an engine that computes can be asked."""
+
+    prompt = (11, 12, 13)
+
+    async def test_its_numbers_are_told(
+        self, harness: EngineHarness, mixtral: FtwDirectory
+    ) -> None:
+        description = harness.supervisor.snapshot().description
+        assert description is not None
+        assert (description.device, description.backend) == ("cpu", "cpu")
+        assert description.device_name
+        assert description.kernel
+        assert description.threads_count >= 1
+        assert description.servable_context_tokens == 4096
+        assert description.kv_bytes == 4 * 4096 * 256
+        assert description.pool_bytes == mixtral.index.region_bytes
+        assert description.pool_page_bytes in (4096, 2 << 20)
+        assert description.first_token_s > 0
+        assert description.layers_count == description.moe_layers_count == 2
+        assert description.experts_per_layer_count == 4
+        assert description.bytes_per_expert == mixtral.index.expert_bank.record_bytes
+
+    async def test_its_tokens_are_those_of_an_engine_in_process(
+        self, harness: EngineHarness, mixtral: FtwDirectory
+    ) -> None:
+        with local_engine(mixtral) as built:
+            expected = serve(built, [ask("r", self.prompt, 20)]).tokens["r"]
+        updates = await harness.collect(greedy("r", self.prompt, 20, ignore_eos=True))
+        assert list(token_ids(updates)) == expected
+
+    async def test_the_pool_is_pinned_in_the_background(
+        self, harness: EngineHarness, mixtral: FtwDirectory
+    ) -> None:
+        snapshot = await harness.wait_until(lambda now: now.stats.pin_done)
+        stats = snapshot.stats
+        assert stats.pool_bytes == mixtral.index.region_bytes
+        # all of it, or a note that says why not
+        assert (stats.pool_pinned_bytes >= stats.pool_bytes) == (stats.pin_note == "")
+
+    async def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(
+        self, harness: EngineHarness
+    ) -> None:
+        (refusal,) = await harness.collect(greedy("long", tuple([1] * 4096), 1))
+        assert refusal.error_reason is Reason.CONTEXT_LENGTH_EXCEEDED
+        assert "4096 tokens, but one request can have 4096" in refusal.error_message
+
+
+@pytest.mark.asyncio(loop_scope="module")
+class TestNativeEngine(LinkContract):
+    """Everything in `LinkContract`; its last test ends the engine."""
+
+
+async def test_a_killed_engine_finds_its_pool_again(mixtral: FtwDirectory, tmp_path: Path) -> None:
+    copy = tmp_path / "ftw"
+    shutil.copytree(mixtral.path, copy)
+    directory = FtwDirectory(copy)
+    budget = RestartBudget(restarts_count=3, first_delay_s=0.01)
+    async with native_engine(directory, budget=budget) as harness:
+        first = await harness.wait_state(EngineState.READY)
+        assert first.description is not None
+        assert first.pid is not None
+        assert not first.description.pool_reattached
+        assert first.description.load_bytes_per_s > 0
+        before = await harness.collect(greedy("r", (1, 2, 3), 8, ignore_eos=True))
+        os.kill(first.pid, signal.SIGKILL)
+        second = await harness.wait_until(
+            lambda now: now.state is EngineState.READY and now.pid not in (None, first.pid)
+        )
+        assert second.description is not None
+        assert second.description.pool_reattached
+        assert second.description.attach_s < 1.0
+        assert second.description.load_s == 0.0
+        after = await harness.collect(greedy("r", (1, 2, 3), 8, ignore_eos=True))
+        assert token_ids(after) == token_ids(before)
+
+
+async def test_a_backend_that_is_not_there_is_not_restarted(mixtral: FtwDirectory) -> None:
+    settings = EngineSettings(model="tiny", backend="hybrid")
+    async with native_engine(mixtral, settings=settings) as harness:
+        snapshot = await harness.wait_state(EngineState.FAILED)
+        assert 'engine.backend = "hybrid"' in snapshot.cause
+        assert snapshot.restarts_count == 0
+
+
+async def test_a_damaged_model_is_named_and_not_restarted(
+    mixtral: FtwDirectory, tmp_path: Path
+) -> None:
+    copy = tmp_path / "ftw"
+    shutil.copytree(mixtral.path, copy)
+    directory = FtwDirectory(copy)
+    os.truncate(directory.shard_paths()[0], 4096)
+    async with native_engine(directory) as harness:
+        snapshot = await harness.wait_state(EngineState.FAILED)
+        assert "00000.ftw" in snapshot.cause
+        assert snapshot.restarts_count == 0
+
+
+async def test_sigterm_ends_it_with_its_requests_answered(mixtral: FtwDirectory) -> None:
+    async with native_engine(mixtral) as harness:
+        ready = await harness.wait_state(EngineState.READY)
+        assert ready.pid is not None
+        stream = harness.supervisor.generate(greedy("r", (1, 2), 4000, ignore_eos=True))
+        updates = [await anext(stream)]
+        os.kill(ready.pid, signal.SIGTERM)
+        updates += [update async for update in stream]
+        assert updates[-1].finish_reason is FinishReason.ERROR
+        ended = await harness.wait_until(lambda now: now.pid != ready.pid)
+        assert "exit code 0" in ended.cause
+
+
+def test_a_scripted_engine_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from freetokend.enginehost.main import main\n"
+        "try: main(['--scripted', 'nothing', '--link', 'unix:/nothing', '--lifeline-fd', '0'])\n"
+        "except BaseException: pass\n"
+        "sys.exit(5 if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=engine_environment(),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0
