@@ -82,7 +82,7 @@ class Comparison:
     ) -> None:
         config = parse_model_config(checkpoint.config)
         self._config = config
-        self._prompts = [
+        self.prompts = [
             prompt(prompt_tokens, config.vocab_size, seed) for seed in range(prompts_count)
         ]
         self._truth = self._theirs(checkpoint, torch.float64)
@@ -125,7 +125,7 @@ class Comparison:
         model: Any = hf_model(checkpoint, dtype)
         has_routers = bool(self._config.moe_layer_indices)
         with torch.inference_mode():
-            output = model(torch.stack(self._prompts), output_router_logits=has_routers)
+            output = model(torch.stack(self.prompts), output_router_logits=has_routers)
         return Output(
             logits=output.logits.flatten(0, 1),
             router_logits=list(output.router_logits) if has_routers else [],
@@ -133,8 +133,8 @@ class Comparison:
 
     def _ours(self, runner: Runner) -> Output:
         runner.router_logits.clear()
-        lengths = [len(one) for one in self._prompts]
-        logits = torch.cat(runner.run(self._prompts, whole(lengths)))
+        lengths = [len(one) for one in self.prompts]
+        logits = torch.cat(runner.run(self.prompts, whole(lengths)))
         return Output(logits=logits, router_logits=list(runner.router_logits))
 
     def _errors(self, found: Output) -> Errors:
