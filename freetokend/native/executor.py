@@ -76,9 +76,7 @@ class Executor:
         if not 0 <= spin_s <= 1:
             raise ConfigError(f"spin_s is {spin_s}; it must be between 0 and 1 second")
         try:
-            self._native: _exec.Executor | None = _exec.Executor(
-                list(cpus), spin_s=spin_s, isa=isa
-            )
+            self._native: _exec.Executor | None = _exec.Executor(list(cpus), spin_s=spin_s, isa=isa)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         except RuntimeError as error:
@@ -127,7 +125,10 @@ class Executor:
         out_features: int,
         bias: int = 0,
     ) -> None:
-        """y = x W^T (+ bias). x: bf16 [T, K]; w: rows16 bf16 [N, K]; bias: fp32 [N]; y: fp32 [T, N]."""
+        """y = x W^T (+ bias).
+
+        x: bf16 [T, K]; w: rows16 bf16 [N, K]; bias: fp32 [N], 0 for none; y: fp32 [T, N].
+        """
         with _faults():
             self._open().linear_bf16(
                 x,
@@ -139,7 +140,7 @@ class Executor:
                 bias=bias,
             )
 
-    def experts_bf16(
+    def experts_bf16(  # noqa: PLR0913 - the addresses and sizes of one kernel call
         self,
         x: int,
         expert_ids: int,
@@ -184,9 +185,7 @@ class Executor:
         with _faults():
             self._open().merge(y, out, tokens=tokens, top_k=top_k, hidden_size=hidden_size)
 
-    def rms_norm(
-        self, x: int, weight: int, y: int, *, rows: int, size: int, eps: float
-    ) -> None:
+    def rms_norm(self, x: int, weight: int, y: int, *, rows: int, size: int, eps: float) -> None:
         """y = x / sqrt(mean(x^2) + eps) * weight, per row.
 
         x: fp32 [rows, size]; weight: fp32 [size]; y: bf16 [rows, size].
@@ -213,7 +212,7 @@ class Executor:
                 w, ids, out, tokens=tokens, features=features, vocab_size=vocab_size
             )
 
-    def store_kv(
+    def store_kv(  # noqa: PLR0913 - the addresses and sizes of one kernel call
         self,
         k: int,
         v: int,
@@ -255,7 +254,7 @@ class Executor:
                 pages_count=pages_count,
             )
 
-    def paged_attention(
+    def paged_attention(  # noqa: PLR0913 - the addresses and sizes of one kernel call
         self,
         q: int,
         k_pages: int,

@@ -134,10 +134,9 @@ void bind_executor(py::module_& module) {
            "size"_a, "eps"_a)
       .def("embed_rows16", &embed_rows16, Release(), "w"_a, "ids"_a, "out"_a, py::kw_only(),
            "tokens"_a, "features"_a, "vocab_size"_a)
-      .def("store_kv", &store_kv, Release(), "k"_a, "v"_a, "k_pages"_a, "v_pages"_a,
-           "page_table"_a, "sequence_index"_a, "positions"_a, py::kw_only(), "tokens"_a,
-           "kv_heads"_a, "head_size"_a, "page_tokens"_a, "max_pages"_a, "sequences_count"_a,
-           "pages_count"_a)
+      .def("store_kv", &store_kv, Release(), "k"_a, "v"_a, "k_pages"_a, "v_pages"_a, "page_table"_a,
+           "sequence_index"_a, "positions"_a, py::kw_only(), "tokens"_a, "kv_heads"_a,
+           "head_size"_a, "page_tokens"_a, "max_pages"_a, "sequences_count"_a, "pages_count"_a)
       .def("paged_attention", &paged_attention, Release(), "q"_a, "k_pages"_a, "v_pages"_a,
            "page_table"_a, "sequence_index"_a, "positions"_a, "out"_a, py::kw_only(), "tokens"_a,
            "q_heads"_a, "kv_heads"_a, "head_size"_a, "page_tokens"_a, "max_pages"_a, "scale"_a,
@@ -156,14 +155,16 @@ PYBIND11_MODULE(_exec, module) {
   module.doc() = "CPU kernels and the executor's threads.";
   bind_executor(module);
   module.def("available_isas", &available_isas);
-  module.def("rows16_bytes",
-             [](std::size_t rows, std::size_t columns) { return rows16_bytes(rows, columns); },
-             "rows"_a, "columns"_a);
-  module.def("expert_bf16_bytes",
-             [](std::size_t hidden, std::size_t intermediate) {
-               return expert_bf16_bytes(hidden, intermediate);
-             },
-             "hidden_size"_a, "intermediate_size"_a);
+  module.def(
+      "rows16_bytes",
+      [](std::size_t rows, std::size_t columns) { return rows16_bytes(rows, columns); }, "rows"_a,
+      "columns"_a);
+  module.def(
+      "expert_bf16_bytes",
+      [](std::size_t hidden, std::size_t intermediate) {
+        return expert_bf16_bytes(hidden, intermediate);
+      },
+      "hidden_size"_a, "intermediate_size"_a);
   module.def(
       "pack_rows16",
       [](Address source, std::size_t rows, std::size_t columns, Address packed) {

@@ -60,8 +60,8 @@ void plan_attention(const AttentionCall& call, AttentionPlan& plan) {
   const std::size_t row = padded(call.head_size);
   plan.part_floats = round_up(plan.queries_max * (2 + row), 16);
   // Queries, their ends, scores, and two parts (the running total and the split in work).
-  plan.workspace_floats = round_up(plan.queries_max * (row + 1 + padded(call.page_tokens)), 16) +
-                          2 * plan.part_floats;
+  plan.workspace_floats =
+      round_up(plan.queries_max * (row + 1 + padded(call.page_tokens)), 16) + 2 * plan.part_floats;
 }
 
 // What one worker needs to compute the parts of a (run, kv head) pair.
@@ -158,9 +158,9 @@ class PairWork {
 }  // namespace
 
 void Executor::paged_attention(const AttentionCall& call) {
+  if (call.tokens == 0) return;  // an empty tensor has no address
   const Exclusive exclusive(busy_);
   validate(call);
-  if (call.tokens == 0) return;
   plan_attention(call, attention_);
   const std::size_t pairs = attention_.runs.size() * call.kv_heads;
   const auto workers = static_cast<std::size_t>(threads_count());
@@ -196,8 +196,7 @@ void Executor::attend_pairs(const AttentionCall& call) {
 
 // Few pairs with long contexts: the parts run in parallel, then each pair merges its own.
 void Executor::attend_parts(const AttentionCall& call) {
-  float* parts =
-      attention_.parts.get<float>(attention_.part_floats * attention_.parts_count);
+  float* parts = attention_.parts.get<float>(attention_.part_floats * attention_.parts_count);
   const auto part = [&](const AttentionRun& run, std::size_t head, std::size_t split) {
     const std::size_t number = run.first_part + head * run.splits_count + split;
     return part_view(parts + number * attention_.part_floats, attention_.queries_max);
@@ -228,6 +227,7 @@ void Executor::attend_parts(const AttentionCall& call) {
 }
 
 void Executor::store_kv(const StoreKvCall& call) {
+  if (call.tokens == 0) return;  // an empty tensor has no address
   const Exclusive exclusive(busy_);
   validate(call);
   const std::size_t head_page = call.page_tokens * call.head_size;
@@ -238,8 +238,8 @@ void Executor::store_kv(const StoreKvCall& call) {
     const auto page = static_cast<std::size_t>(call.page_table[entry]);
     for (std::size_t head = 0; head < call.kv_heads; ++head) {
       const std::size_t from = (token * call.kv_heads + head) * call.head_size;
-      const std::size_t to = (page * call.kv_heads + head) * head_page +
-                             position % call.page_tokens * call.head_size;
+      const std::size_t to =
+          (page * call.kv_heads + head) * head_page + position % call.page_tokens * call.head_size;
       std::transform(call.k + from, call.k + from + call.head_size, call.k_pages + to,
                      float_to_bf16);
       std::transform(call.v + from, call.v + from + call.head_size, call.v_pages + to,

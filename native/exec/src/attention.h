@@ -129,7 +129,8 @@ struct Attention {
     for (int i = 0; i < tile.queries * tile.padded_size; ++i) tile.output[i] = 0.0F;
     for (std::int64_t begin = tile.key_begin; begin < tile.key_end; begin += tile.page_tokens) {
       int query = 0;
-      for (; query + kQueries <= tile.queries; query += kQueries) page<kQueries>(tile, query, begin);
+      for (; query + kQueries <= tile.queries; query += kQueries)
+        page<kQueries>(tile, query, begin);
       for (; query + 2 <= tile.queries; query += 2) page<2>(tile, query, begin);
       for (; query < tile.queries; ++query) page<1>(tile, query, begin);
     }
@@ -138,8 +139,7 @@ struct Attention {
   static void merge(const AttentionTile& total, const AttentionTile& part) {
     for (int i = 0; i < total.queries; ++i) {
       if (part.sum[i] == 0.0F) continue;  // the query sees none of this part's keys
-      const float top =
-          part.maximum[i] > total.maximum[i] ? part.maximum[i] : total.maximum[i];
+      const float top = part.maximum[i] > total.maximum[i] ? part.maximum[i] : total.maximum[i];
       const float keep = exponential_scalar<Isa>(total.maximum[i] - top);
       const float gain = exponential_scalar<Isa>(part.maximum[i] - top);
       total.sum[i] = total.sum[i] * keep + part.sum[i] * gain;

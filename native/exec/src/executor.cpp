@@ -38,15 +38,15 @@ float* Executor::accumulators(int worker) {
 }
 
 void Executor::linear_bf16(const LinearCall& call) {
+  if (call.tokens == 0) return;  // an empty tensor has no address
   const Exclusive exclusive(busy_);
   validate(call);
   const FormatKernels& format = kernels_->bf16;
   groups_.all_tokens(call.tokens, format.max_width);
-  panels_.pack(groups_, format, call.x, call.tokens, call.in_features, 1,
-               pool_);
+  panels_.pack(groups_, format, call.x, call.tokens, call.in_features, 1, pool_);
   const std::size_t block_bytes = format.block_bytes(call.in_features);
-  tiles_.plan(groups_, ceil_div(call.out_features, kRowsPerBlock), 1, block_bytes,
-              format.max_width, threads_count());
+  tiles_.plan(groups_, ceil_div(call.out_features, kRowsPerBlock), 1, block_bytes, format.max_width,
+              threads_count());
   pool_.run(tiles_.tiles().size(), [&](std::uint32_t index, int worker) noexcept {
     const ProductTile& tile = tiles_.tiles()[index];
     float* acc = accumulators(worker);
@@ -76,6 +76,7 @@ void Executor::store_linear(const LinearCall& call, const ProductTile& tile, con
 
 void Executor::merge(const float* y, float* out, std::size_t tokens, std::size_t top_k,
                      std::size_t hidden) {
+  if (tokens == 0) return;
   const Exclusive exclusive(busy_);
   require(y != nullptr && out != nullptr, "merge: null address");
   require(top_k > 0 && hidden > 0, "merge: top_k and hidden_size must be positive");
@@ -91,6 +92,7 @@ void Executor::merge(const float* y, float* out, std::size_t tokens, std::size_t
 
 void Executor::rms_norm(const float* x, const float* weight, Bf16* y, std::size_t rows,
                         std::size_t size, float eps) {
+  if (rows == 0) return;
   const Exclusive exclusive(busy_);
   require(x != nullptr && weight != nullptr && y != nullptr, "rms_norm: null address");
   require(size > 0, "rms_norm: size must be positive");
@@ -102,6 +104,7 @@ void Executor::rms_norm(const float* x, const float* weight, Bf16* y, std::size_
 
 void Executor::embed_rows16(const std::byte* w, const std::int64_t* ids, float* out,
                             std::size_t tokens, std::size_t features, std::size_t vocab_size) {
+  if (tokens == 0) return;
   const Exclusive exclusive(busy_);
   require(w != nullptr && ids != nullptr && out != nullptr, "embed_rows16: null address");
   require(features > 0, "embed_rows16: features must be positive");

@@ -23,10 +23,10 @@ namespace freetoken::exec {
 
 // y[token][row] = x[token] . w[row] + bias[row]
 struct LinearCall {
-  const Bf16* x;          // [tokens][in_features]
-  const std::byte* w;     // rows16, aligned to 64 bytes
-  const float* bias;      // [out_features] or null
-  float* y;               // [tokens][out_features]
+  const Bf16* x;       // [tokens][in_features]
+  const std::byte* w;  // rows16, aligned to 64 bytes
+  const float* bias;   // [out_features] or null
+  float* y;            // [tokens][out_features]
   std::size_t tokens, in_features, out_features;
 };
 
@@ -38,30 +38,30 @@ struct ExpertsCall {
   const float* weights;            // [tokens][top_k]
   float* y;                        // [tokens][top_k][hidden]
   std::size_t tokens, top_k, hidden, intermediate;
-  const std::byte* bank;           // experts_count records, aligned to 64 bytes
+  const std::byte* bank;  // experts_count records, aligned to 64 bytes
   std::size_t record_bytes, experts_count;
 };
 
 struct StoreKvCall {
-  const float* k;                     // [tokens][kv_heads][head_size]
+  const float* k;  // [tokens][kv_heads][head_size]
   const float* v;
-  Bf16* k_pages;                      // [pages][kv_heads][page_tokens][head_size]
+  Bf16* k_pages;  // [pages][kv_heads][page_tokens][head_size]
   Bf16* v_pages;
-  const std::int32_t* page_table;     // [sequences][max_pages]
-  const std::int32_t* sequence_index; // [tokens]
-  const std::int32_t* positions;      // [tokens]
+  const std::int32_t* page_table;      // [sequences][max_pages]
+  const std::int32_t* sequence_index;  // [tokens]
+  const std::int32_t* positions;       // [tokens]
   std::size_t tokens, kv_heads, head_size, page_tokens, max_pages;
-  std::size_t sequences, pages;       // bounds to check against; 0 = unknown
+  std::size_t sequences, pages;  // bounds to check against; 0 = unknown
 };
 
 struct AttentionCall {
-  const float* q;                     // [tokens][q_heads][head_size]
+  const float* q;  // [tokens][q_heads][head_size]
   const Bf16* k_pages;
   const Bf16* v_pages;
   const std::int32_t* page_table;
   const std::int32_t* sequence_index;
   const std::int32_t* positions;
-  Bf16* out;                          // [tokens][q_heads * head_size]
+  Bf16* out;  // [tokens][q_heads * head_size]
   std::size_t tokens, q_heads, kv_heads, head_size, page_tokens, max_pages;
   std::size_t sequences, pages;
   float scale;
@@ -79,8 +79,7 @@ class Executor {
   void linear_bf16(const LinearCall& call);
   void experts_bf16(const ExpertsCall& call);
   // out[token] = sum over k, in order, of y[token][k]
-  void merge(const float* y, float* out, std::size_t tokens, std::size_t top_k,
-             std::size_t hidden);
+  void merge(const float* y, float* out, std::size_t tokens, std::size_t top_k, std::size_t hidden);
   void rms_norm(const float* x, const float* weight, Bf16* y, std::size_t rows, std::size_t size,
                 float eps);
   // vocab_size 0 = unknown: then only negative ids are refused.

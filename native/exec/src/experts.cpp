@@ -10,6 +10,7 @@
 namespace freetoken::exec {
 
 void Executor::experts_bf16(const ExpertsCall& call) {
+  if (call.tokens == 0) return;  // an empty tensor has no address
   const Exclusive exclusive(busy_);
   validate(call);
   const std::size_t pairs = call.tokens * call.top_k;
@@ -29,12 +30,11 @@ void Executor::experts_bf16(const ExpertsCall& call) {
 void Executor::run_gate_up(const ExpertsCall& call) {
   const FormatKernels& format = kernels_->bf16;
   const std::size_t block_bytes = format.block_bytes(call.hidden);
-  tiles_.plan(groups_, ceil_div(call.intermediate, kRowsPerBlock), 2, block_bytes,
-              format.max_width, threads_count());
+  tiles_.plan(groups_, ceil_div(call.intermediate, kRowsPerBlock), 2, block_bytes, format.max_width,
+              threads_count());
   pool_.run(tiles_.tiles().size(), [&](std::uint32_t index, int worker) noexcept {
     const ProductTile& tile = tiles_.tiles()[index];
-    const std::byte* weights = call.bank +
-                               groups_.groups()[tile.group].expert * call.record_bytes +
+    const std::byte* weights = call.bank + groups_.groups()[tile.group].expert * call.record_bytes +
                                tile.first_unit * 2 * block_bytes;
     const auto block_pairs = static_cast<int>(tile.units_count);
     float* acc = accumulators(worker);
@@ -56,8 +56,7 @@ void Executor::run_down(const ExpertsCall& call) {
               threads_count());
   pool_.run(tiles_.tiles().size(), [&](std::uint32_t index, int worker) noexcept {
     const ProductTile& tile = tiles_.tiles()[index];
-    const std::byte* weights = call.bank +
-                               groups_.groups()[tile.group].expert * call.record_bytes +
+    const std::byte* weights = call.bank + groups_.groups()[tile.group].expert * call.record_bytes +
                                down_offset + tile.first_unit * block_bytes;
     float* acc = accumulators(worker);
     for (std::size_t i = tile.first_panel; i < tile.first_panel + tile.panels_count; ++i) {
@@ -69,8 +68,8 @@ void Executor::run_down(const ExpertsCall& call) {
   });
 }
 
-void Executor::store_weighted(const ExpertsCall& call, const ProductTile& tile,
-                              const Panel& panel, const float* acc) {
+void Executor::store_weighted(const ExpertsCall& call, const ProductTile& tile, const Panel& panel,
+                              const float* acc) {
   for (std::size_t block = tile.first_unit; block < tile.first_unit + tile.units_count; ++block) {
     const std::size_t row = block * kRowsPerBlock;
     const std::size_t count = std::min(kRowsPerBlock, call.hidden - row);

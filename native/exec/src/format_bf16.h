@@ -46,9 +46,9 @@ struct Bf16Format {
           put(panel, column, 0, 1, row[column]);
         }
       } else
-      for (std::size_t column = 0; column < columns; ++column) {
-        put(panel, column, token, tokens, row[column]);
-      }
+        for (std::size_t column = 0; column < columns; ++column) {
+          put(panel, column, token, tokens, row[column]);
+        }
       if (columns % 2 != 0) put(panel, columns, token, tokens, 0);
     }
   }
@@ -70,8 +70,7 @@ struct Bf16Format {
   }
 
   template <int Blocks, int Width>
-  static void tile(const std::byte* weights, std::size_t columns, const Activation* x,
-                   float* out) {
+  static void tile(const std::byte* weights, std::size_t columns, const Activation* x, float* out) {
     F acc[Blocks][Width];
 #pragma GCC unroll 8
     for (int b = 0; b < Blocks; ++b) {
@@ -120,8 +119,8 @@ struct Bf16Format {
     ((width == Index + 1 ? dot_width<Index + 1>(weights, blocks, columns, x, acc) : void()), ...);
   }
 
-  static void dot(const std::byte* weights, int blocks, std::size_t columns,
-                  const std::byte* panel, int width, float* acc) {
+  static void dot(const std::byte* weights, int blocks, std::size_t columns, const std::byte* panel,
+                  int width, float* acc) {
     dot_any(std::make_integer_sequence<int, Isa::kMaxWidth>{}, weights, blocks, columns, panel,
             width, acc);
   }

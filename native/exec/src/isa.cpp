@@ -56,9 +56,9 @@ const Kernels* select_kernels(std::string_view isa) {
     if (isa == "auto" && candidate.runs_here()) return candidate.kernels();
     if (isa != candidate.name) continue;
     if (candidate.runs_here()) return candidate.kernels();
-    throw std::runtime_error("instruction set '" + std::string(isa) +
-                             "' is not supported by this processor; available here: " +
-                             joined(available_isas()));
+    throw std::runtime_error(
+        "instruction set '" + std::string(isa) +
+        "' is not supported by this processor; available here: " + joined(available_isas()));
   }
   throw std::invalid_argument("unknown instruction set '" + std::string(isa) +
                               "'; use auto or one of: " + joined(available_isas()));

@@ -90,8 +90,8 @@ struct Avx2Isa {
         sum[j] = _mm256_xor_si256(sum[j], _mm256_load_si256(p));
       }
     }
-    const __m256i all = _mm256_xor_si256(_mm256_xor_si256(sum[0], sum[1]),
-                                         _mm256_xor_si256(sum[2], sum[3]));
+    const __m256i all =
+        _mm256_xor_si256(_mm256_xor_si256(sum[0], sum[1]), _mm256_xor_si256(sum[2], sum[3]));
     return static_cast<std::uint64_t>(_mm256_extract_epi64(all, 0) ^ _mm256_extract_epi64(all, 1) ^
                                       _mm256_extract_epi64(all, 2) ^ _mm256_extract_epi64(all, 3));
   }

@@ -76,8 +76,8 @@ struct Avx512Isa {
         sum[j] = _mm512_xor_si512(sum[j], _mm512_load_si512(data + i + 64 * j));
       }
     }
-    const __m512i all = _mm512_xor_si512(_mm512_xor_si512(sum[0], sum[1]),
-                                         _mm512_xor_si512(sum[2], sum[3]));
+    const __m512i all =
+        _mm512_xor_si512(_mm512_xor_si512(sum[0], sum[1]), _mm512_xor_si512(sum[2], sum[3]));
     return static_cast<std::uint64_t>(_mm512_reduce_add_epi64(all));
   }
 };

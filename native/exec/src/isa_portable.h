@@ -110,7 +110,9 @@ struct PortableIsa {
     const auto* p = reinterpret_cast<const Bf16*>(pair);
     return each([&](int i) { return bf16_to_float(p[2 * i + Step]); });
   }
-  static F accumulate(const F& acc, const W& w, const Activation* x) { return fma(w, set1(*x), acc); }
+  static F accumulate(const F& acc, const W& w, const Activation* x) {
+    return fma(w, set1(*x), acc);
+  }
   static void prefetch(const std::byte* /*address*/) {}
 
   static std::uint64_t stream_read(const std::byte* data, std::size_t length_bytes) {

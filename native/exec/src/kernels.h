@@ -29,24 +29,24 @@ struct FormatKernels {
 // One tile of paged attention: queries that share a kv head and a sequence, keys
 // [key_begin, key_end) of that sequence, key_begin on a page boundary.
 struct AttentionTile {
-  const float* q;               // [queries][padded_size], zero padded
-  const std::int32_t* q_ends;   // [queries] query i sees keys [0, q_ends[i])
+  const float* q;              // [queries][padded_size], zero padded
+  const std::int32_t* q_ends;  // [queries] query i sees keys [0, q_ends[i])
   int queries;
-  const Bf16* k_pages;          // of this kv head: element 0 of page 0
+  const Bf16* k_pages;  // of this kv head: element 0 of page 0
   const Bf16* v_pages;
-  const std::int32_t* page_row; // page numbers of the sequence
-  std::size_t page_stride;      // elements from a page to the next
+  const std::int32_t* page_row;  // page numbers of the sequence
+  std::size_t page_stride;       // elements from a page to the next
   int head_size;
-  int padded_size;              // head_size rounded up to 16
+  int padded_size;  // head_size rounded up to 16
   int page_tokens;
   float scale;
   std::int64_t key_begin;
   std::int64_t key_end;
-  float* scores;                // [queries][page_tokens rounded up to 16]
+  float* scores;  // [queries][page_tokens rounded up to 16]
   // Partial softmax of each query over this tile's keys.
-  float* maximum;               // [queries]
-  float* sum;                   // [queries]
-  float* output;                // [queries][padded_size], not yet divided by sum
+  float* maximum;  // [queries]
+  float* sum;      // [queries]
+  float* output;   // [queries][padded_size], not yet divided by sum
 };
 
 struct Kernels {

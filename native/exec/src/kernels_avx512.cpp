@@ -1,5 +1,4 @@
 #include "isa_avx512.h"
-
 #include "make_kernels.h"
 
 namespace freetoken::exec {

@@ -1,5 +1,4 @@
 #include "isa_avx512_bf16.h"
-
 #include "make_kernels.h"
 
 namespace freetoken::exec {

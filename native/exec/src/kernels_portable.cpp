@@ -1,5 +1,4 @@
 #include "isa_portable.h"
-
 #include "make_kernels.h"
 
 namespace freetoken::exec {

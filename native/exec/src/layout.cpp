@@ -24,7 +24,8 @@ void unpack_rows16(const Bf16* packed, std::size_t rows, std::size_t columns, Bf
     const Bf16* block = packed + row / kRowsPerBlock * block_elements;
     const std::size_t lane = row % kRowsPerBlock;
     for (std::size_t column = 0; column < columns; ++column) {
-      row_major[row * columns + column] = block[(column / 2 * kRowsPerBlock + lane) * 2 + column % 2];
+      row_major[row * columns + column] =
+          block[(column / 2 * kRowsPerBlock + lane) * 2 + column % 2];
     }
   }
 }

@@ -61,8 +61,7 @@ void TokenGroups::by_expert(const std::int32_t* expert_ids, std::size_t pairs,
   }
 }
 
-void Panels::reserve(const TokenGroups& groups, const FormatKernels& format,
-                     std::size_t columns) {
+void Panels::reserve(const TokenGroups& groups, const FormatKernels& format, std::size_t columns) {
   offsets_.clear();
   std::size_t end = 0;
   for (const Panel& panel : groups.panels()) {

@@ -52,8 +52,7 @@ class Panels {
   void reserve(const TokenGroups& groups, const FormatKernels& format, std::size_t columns);
   // Packs x[row / rows_per_token]; a token that is alone in several panels is packed once.
   void pack(const TokenGroups& groups, const FormatKernels& format, const Bf16* x,
-            std::size_t tokens, std::size_t columns, std::size_t rows_per_token,
-            WorkerPool& pool);
+            std::size_t tokens, std::size_t columns, std::size_t rows_per_token, WorkerPool& pool);
 
   std::byte* at(std::size_t panel) { return data_ + offsets_[panel]; }
 

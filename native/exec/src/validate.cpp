@@ -82,10 +82,13 @@ void validate(const ExpertsCall& call) {
           "experts_bf16: null address of x, expert_ids, weights or y");
   const std::size_t needed_bytes = expert_bf16_bytes(call.hidden, call.intermediate);
   require(call.record_bytes >= needed_bytes && call.record_bytes % kWeightAlignment == 0,
-          "record_bytes " + std::to_string(call.record_bytes) + " must be a multiple of 64 of at "
-          "least " + std::to_string(needed_bytes) + " bytes, the size of one expert");
+          "record_bytes " + std::to_string(call.record_bytes) +
+              " must be a multiple of 64 of at "
+              "least " +
+              std::to_string(needed_bytes) + " bytes, the size of one expert");
   for (std::size_t i = 0; i < call.tokens * call.top_k; ++i) {
-    if (call.expert_ids[i] != -1) require_index(call.expert_ids[i], call.experts_count, "expert id");
+    if (call.expert_ids[i] != -1)
+      require_index(call.expert_ids[i], call.experts_count, "expert id");
   }
 }
 

@@ -31,9 +31,12 @@ class WorkerPool {
   template <class Body>
   void run(std::size_t tiles, const Body& body) {
     static_assert(std::is_nothrow_invocable_v<const Body&, std::uint32_t, int>);
-    run_tiles(tiles, [](const void* context, std::uint32_t tile,
-                        int worker) { (*static_cast<const Body*>(context))(tile, worker); },
-              &body);
+    run_tiles(
+        tiles,
+        [](const void* context, std::uint32_t tile, int worker) {
+          (*static_cast<const Body*>(context))(tile, worker);
+        },
+        &body);
   }
 
   static constexpr std::size_t kMaxTiles = (std::size_t{1} << 31) - 1;
