@@ -98,10 +98,10 @@ class ManagerReporter:
         generation = 0
         while True:
             # A status held back by the rate limit must still go out when nothing else happens.
+            # (asyncio.timeout and not wait_for, which can swallow a cancel that comes just then.)
             with contextlib.suppress(TimeoutError):
-                generation = await asyncio.wait_for(
-                    self._gateway.changed(generation), _STATUS_EVERY_S
-                )
+                async with asyncio.timeout(_STATUS_EVERY_S):
+                    generation = await self._gateway.changed(generation)
             self.observe(self._gateway.snapshot(), time.monotonic())
 
     def observe(self, snapshot: EngineSnapshot, now_s: float) -> None:

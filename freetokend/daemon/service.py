@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -41,6 +42,7 @@ _STUCK_S: Final = 60.0
 # Beyond the drain: the engine's orderly exit and the last bytes of HTTP.
 _STOP_MARGIN_S: Final = 15.0
 _ENGINE_EXIT_S: Final = 5.0
+_PART_STOP_S: Final = 3.0
 
 _log = logs.logger(__name__)
 
@@ -143,7 +145,7 @@ class Service:
             operations=self,
             version=freetokend.__version__,
         )
-        stack.push_async_callback(plane.stop)
+        stack.push_async_callback(_bounded, "control", plane.stop)
         supervisor.start()
         stack.push_async_callback(supervisor.stop, drain_timeout_s=0.0, exit_timeout_s=0.0)
         reporter = asyncio.create_task(self._report(supervisor), name="manager-reporter")
@@ -276,6 +278,15 @@ class Service:
             hurry.cancel()
             await _cancelled(orderly)
         await supervisor.stop(drain_timeout_s=0.0, exit_timeout_s=0.0)
+
+
+async def _bounded(part: str, stop: Callable[[], Awaitable[None]]) -> None:
+    """A part that does not stop must not keep the service from stopping."""
+    try:
+        async with asyncio.timeout(_PART_STOP_S):
+            await stop()
+    except TimeoutError:
+        _log.warning("part-did-not-stop", part=part, waited_s=_PART_STOP_S)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

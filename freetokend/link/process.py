@@ -7,8 +7,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -43,16 +43,23 @@ class EngineProcess:
     """A running engine. Owned by the event loop that spawned it."""
 
     def __init__(
-        self, process: Process, lifeline: socket.socket, line_sink: Callable[[str], None]
+        self,
+        process: subprocess.Popen[bytes],
+        lifeline: socket.socket,
+        line_sink: Callable[[str], None],
     ) -> None:
         self._process = process
         self._lifeline = lifeline
         self._line_sink = line_sink
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._exited = asyncio.Event()
         self._pump = asyncio.create_task(self._pump_lines(), name="engine-stderr")
+        self._pidfd = os.pidfd_open(process.pid)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pidfd, self._reap)
 
     @classmethod
-    async def spawn(
+    def spawn(
         cls,
         argv: tuple[str, ...],
         *,
@@ -69,32 +76,26 @@ class EngineProcess:
         """
         ours, theirs = make_lifeline()
         try:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *argv,
-                    "--link",
-                    address,
-                    "--lifeline-fd",
-                    str(theirs.fileno()),
-                    stdin=DEVNULL,
-                    stdout=PIPE,
-                    stderr=STDOUT,
-                    limit=_LINE_LIMIT_BYTES,
-                    pass_fds=(theirs.fileno(),),
-                    env=_engine_environment(environment, token),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ConfigError(
-                    f"the engine program {argv[0]} cannot be started: {error.strerror}"
-                ) from error
-            finally:
-                theirs.close()
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                hand_over(ours, pool)  # an engine that is already dead is seen at its exit
-        except BaseException:
+            # Popen and not the loop's own way: it uses vfork, which runs none of the fork handlers
+            # that gRPC's threads would stumble over, and takes no copy of our page tables.
+            process = subprocess.Popen(
+                (*argv, "--link", address, "--lifeline-fd", str(theirs.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                env=_engine_environment(environment, token),
+                start_new_session=True,
+            )
+        except OSError as error:
             ours.close()
-            raise
+            raise ConfigError(
+                f"the engine program {argv[0]} cannot be started: {error.strerror}"
+            ) from error
+        finally:
+            theirs.close()
+        with contextlib.suppress(OSError):
+            hand_over(ours, pool)  # an engine that is already dead is seen at its exit
         return cls(process, ours, line_sink)
 
     @property
@@ -109,35 +110,47 @@ class EngineProcess:
 
     def kill(self) -> None:
         """SIGKILL to the engine and whatever it started."""
-        if self._process.returncode is None:
+        if not self._exited.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def wait(self) -> str:
         """Wait for the end, read its last lines; returns how it ended, for people. Repeatable."""
-        code = await self._process.wait()
+        await self._exited.wait()
         # A grandchild may hold the pipe open: do not wait for it.
         await asyncio.wait({self._pump}, timeout=_LAST_LINES_S)
         self._pump.cancel()
         self._lifeline.close()
-        return describe_exit(code)
+        return describe_exit(self._process.wait())
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._process.wait()
+        self._exited.set()
 
     async def _pump_lines(self) -> None:
-        stream = self._process.stdout
-        if stream is None:
-            return
-        while True:
-            try:
-                raw = await stream.readuntil(b"\n")
-            except asyncio.IncompleteReadError as error:
-                raw = error.partial
-            except asyncio.LimitOverrunError as error:
-                raw = await stream.readexactly(max(error.consumed, 1))
-            if not raw:
-                return
-            line = raw.decode("utf-8", errors="replace").rstrip("\n")
-            self._last_lines.append(line[:_KEPT_LINE_CHARACTERS])
-            self._line_sink(line)
+        stream = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), self._process.stdout
+        )
+        try:
+            while raw := await _next_line(stream):
+                line = raw.decode("utf-8", errors="replace").rstrip("\n")
+                self._last_lines.append(line[:_KEPT_LINE_CHARACTERS])
+                self._line_sink(line)
+        finally:
+            transport.close()
+
+
+async def _next_line(stream: asyncio.StreamReader) -> bytes:
+    """A line, or a piece of one that is too long; empty at the end."""
+    try:
+        return await stream.readuntil(b"\n")
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.readexactly(max(error.consumed, 1))
 
 
 def describe_exit(code: int) -> str:

@@ -189,8 +189,8 @@ class LinkServer(pb_grpc.EngineLinkServicer):
     ) -> Attachment:
         """Read Hello and find its spawn; aborts the call, telling why, when it has none."""
         try:
-            raw = await asyncio.wait_for(anext(requests), _HELLO_TIMEOUT_S)
-            hello = decode_engine_message(raw)
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                hello = decode_engine_message(await anext(requests))
         except (TimeoutError, StopAsyncIteration, LinkProtocolError):
             hello = None
         if not isinstance(hello, Hello):

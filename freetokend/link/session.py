@@ -123,7 +123,7 @@ class EngineSession:
         attachment = self._server.expect(self._launch.settings, self)
         self._attachment = attachment
         try:
-            process = await EngineProcess.spawn(
+            process = EngineProcess.spawn(
                 self._launch.argv,
                 address=self._server.address,
                 token=attachment.token,

@@ -136,7 +136,8 @@ class EngineSupervisor:
         self._draining = True
         self._refresh()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._requests.wait_empty(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._requests.wait_empty()
         return len(self._requests)
 
     def resume(self) -> None:
@@ -224,6 +225,8 @@ class EngineSupervisor:
         state = self._idle_state if self._session is None else self._session.state
         if self._draining and state is EngineState.READY:
             state = EngineState.DRAINING
+        if self._stopping.is_set() and state is EngineState.RESTARTING:
+            state = EngineState.DRAINING  # it ends because it was asked to
         if state is not self._seen_state:
             self._seen_state = state
             self._state_since_s = self._clock()
@@ -264,7 +267,8 @@ class EngineSupervisor:
             self._next_restart_s = self._clock() + decision.delay_s
             self._refresh()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), decision.delay_s)
+                async with asyncio.timeout(decision.delay_s):
+                    await self._stopping.wait()
             self._next_restart_s = None
             self._restarts_count += 1
 
