@@ -32,15 +32,15 @@ from freetokend.ftw.contents import (
 )
 from freetokend.ftw.families import EMBEDDING_NAME, HEAD_NAME
 from freetokend.ftw.index import read_index
-from freetokend.ftw.journal import Journal, Task, read_progress
-from freetokend.ftw.layout import BLOCK_BYTES, RegionPlan, plan_region
+from freetokend.ftw.journal import Journal, Task, finished_bytes, read_progress
+from freetokend.ftw.layout import BLOCK_BYTES, plan_region
 from freetokend.ftw.model import ModelSource
 from freetokend.ftw.pieces import Piece, make_piece, region_pieces, same_values
 from freetokend.ftw.target import Target, copy_side_files, side_file_bytes
+from freetokend.ftw.threads import threads_to_use
 from freetokend.ftw.writer import RegionWriter
 
 DEFAULT_SHARD_BYTES: Final = 4 * 1024 * 1024 * 1024
-_MAX_THREADS_COUNT: Final = 8
 # Index, copied files and the file system's own tables, beside the region.
 _SLACK_BYTES: Final = 16 * 1024 * 1024
 
@@ -77,63 +77,66 @@ def convert(
             f"shards of {max_shard_bytes} bytes are too small; the least is {BLOCK_BYTES}.",
             param="max_shard_bytes",
         )
+    threads = threads_to_use(threads_count)
     target = Target(Path(source_dir), Path(out_dir))
-    with Checkpoint(source_dir) as checkpoint:
-        source = ModelSource(checkpoint.config, checkpoint.tensors)
-        plan = plan_region(
-            [spec for spec, _ in source.tensors],
-            source.bank_spec(),
-            max_shard_bytes=max_shard_bytes,
-        )
-        existing = target.existing(checkpoint.identity().identity, force=force)
-        if existing is not None:
-            progress(
-                ConvertProgress(
-                    done_bytes=existing.region_bytes,
-                    total_bytes=existing.region_bytes,
-                    note=f"{out_dir} already holds this conversion; nothing to do.",
-                )
-            )
-            return existing
-        threads = threads_count or min(len(os.sched_getaffinity(0)), _MAX_THREADS_COUNT)
-        try:
-            with target.locked():
-                _Conversion(checkpoint, source, plan, target, progress).run(threads)
-        except OSError as error:
-            _raise_disk_error(error, target)
+    try:
+        with Checkpoint(source_dir) as checkpoint:
+            conversion = _Conversion(checkpoint, target, max_shard_bytes, progress)
+            if not conversion.is_done(force=force):
+                with target.locked():
+                    conversion.run(threads)
+    except OSError as error:
+        _raise_disk_error(error, target)
     return read_index(out_dir)
 
 
 class _Conversion:
-    """One run, within the lock of its target."""
+    """One checkpoint on its way into one target."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        source: ModelSource,
-        plan: RegionPlan,
         target: Target,
+        max_shard_bytes: int,
         progress: Callable[[ConvertProgress], None],
     ) -> None:
         self._checkpoint = checkpoint
-        self._source = source
-        self._plan = plan
+        self._source = ModelSource(checkpoint.config, checkpoint.tensors)
+        self._plan = plan_region(
+            [spec for spec, _ in self._source.tensors],
+            self._source.bank_spec(),
+            max_shard_bytes=max_shard_bytes,
+        )
         self._target = target
         self._progress = progress
 
+    def is_done(self, *, force: bool) -> bool:
+        """Whether the target already holds this conversion; InvalidInputError if another thing."""
+        existing = self._target.existing(self._checkpoint.identity().identity, force=force)
+        if existing is None:
+            return False
+        self._progress(
+            ConvertProgress(
+                done_bytes=existing.region_bytes,
+                total_bytes=existing.region_bytes,
+                note=f"{self._target.directory} already holds this conversion; nothing to do.",
+            )
+        )
+        return True
+
     def run(self, threads_count: int) -> None:
+        """Convert, within the lock of the target."""
         self._check_duplicate_head()
         checksums = self._resume()
-        task = self._task()
-        journal = Journal(self._target.temporary, task, checksums)
+        self._target.check_space(
+            self._plan.region_bytes
+            - finished_bytes(len(checksums), self._plan.shards)
+            + side_file_bytes(self._checkpoint.directory)
+            + _SLACK_BYTES
+        )
+        journal = Journal(self._target.temporary, self._task(), checksums)
         writer = RegionWriter(self._target.temporary, self._plan, checksums, journal.finished)
         try:
-            self._target.check_space(
-                self._plan.region_bytes
-                - writer.offset_bytes
-                + side_file_bytes(self._checkpoint.directory)
-                + _SLACK_BYTES
-            )
             self._write_region(writer, threads_count)
         finally:
             writer.close()
@@ -160,7 +163,7 @@ class _Conversion:
         if found.dropped is not None:
             self._say(0, f"an unfinished conversion is dropped: {found.dropped}; starting over.")
         if found.checksums:
-            done_bytes = min(len(found.checksums) * BLOCK_BYTES, self._plan.region_bytes)
+            done_bytes = finished_bytes(len(found.checksums), self._plan.shards)
             self._say(done_bytes, f"resuming an unfinished conversion at {done_bytes} bytes.")
         self._target.drop_leftovers(keep_shards=bool(found.checksums))
         return found.checksums

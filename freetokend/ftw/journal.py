@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from freetokend.core.errors import ModelDataError
 from freetokend.ftw.layout import BLOCK_BYTES, ShardPlan, blocks_count
 
 JOURNAL_FILE: Final = "conversion.journal"
@@ -111,17 +110,14 @@ def _present(directory: Path, shards: tuple[ShardPlan, ...]) -> int:
     return count
 
 
-def finished_bytes(checksums_count: int, shards: tuple[ShardPlan, ...]) -> int:
-    """Region offset behind the first `checksums_count` blocks."""
-    remaining = checksums_count
+def finished_bytes(blocks: int, shards: tuple[ShardPlan, ...]) -> int:
+    """Region offset behind the first `blocks` blocks."""
+    end_bytes = 0
     for shard in shards:
-        blocks = blocks_count(shard.length_bytes)
-        if remaining < blocks:
-            return shard.offset_bytes + remaining * BLOCK_BYTES
-        remaining -= blocks
-    if remaining:
-        raise ModelDataError("the conversion journal lists more blocks than there are.")
-    return shards[-1].offset_bytes + shards[-1].length_bytes
+        in_shard = min(blocks, blocks_count(shard.length_bytes))
+        end_bytes += min(in_shard * BLOCK_BYTES, shard.length_bytes)
+        blocks -= in_shard
+    return end_bytes
 
 
 def _line(value: dict[str, object]) -> bytes:

@@ -16,9 +16,10 @@ from typing import Any, Final, NoReturn, cast
 
 from freetokend.core.errors import ModelDataError, Reason
 
-# An element costs the parser about 100 bytes, so the limit on their count bounds the memory before
-# parsing starts (some 400 MB at worst), where a limit on bytes alone would allow ten times that.
-MAX_ELEMENTS_COUNT: Final = 4_000_000
+# An element costs the parser up to some 300 bytes, so the limit on their count bounds the memory
+# before parsing starts, where a limit on bytes alone would allow gigabytes. The index of a model of
+# 20,000 experts in a quantised form has about 300,000.
+MAX_ELEMENTS_COUNT: Final = 1_500_000
 _MAX_DIGITS_COUNT: Final = 40
 
 

@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -45,7 +45,8 @@ class Target:
         parent = self.directory.parent
         self.temporary = parent / f".{self.directory.name}.converting"
         self._replaced = parent / f".{self.directory.name}.replaced"
-        inside, outside = source.resolve(), self.directory.resolve()
+        inside = Path(os.path.realpath(source))
+        outside = Path(os.path.realpath(self.directory))
         if inside == outside or inside in outside.parents or outside in inside.parents:
             raise InvalidInputError(
                 f"the target {directory} and the source {source} must not contain one another; "
@@ -108,6 +109,8 @@ class Target:
                 ) from None
             yield
         finally:
+            with suppress(OSError):
+                os.rmdir(self.temporary)  # only if nothing was begun
             os.close(descriptor)
 
     def check_space(self, needed_bytes: int) -> None:

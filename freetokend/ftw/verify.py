@@ -24,9 +24,9 @@ from freetokend.ftw.index import shard_problem
 from freetokend.ftw.layout import BLOCK_BYTES
 from freetokend.ftw.schema import parse_index
 from freetokend.ftw.target import checksum_file
+from freetokend.ftw.threads import threads_to_use
 
 _READ_BYTES: Final = 4 * 1024 * 1024
-_MAX_THREADS_COUNT: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def verify(
     blocks = [
         block for block in _blocks(index) if index.shards[block.shard_index].file not in unusable
     ]
-    threads = threads_count or min(len(os.sched_getaffinity(0)), _MAX_THREADS_COUNT)
+    threads = threads_to_use(threads_count)
     done_bytes = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="ftw-verify") as pool:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,12 @@ SHARD_BYTES = 128 * 1024 * 1024
 
 
 @pytest.fixture(scope="session")
-def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def big(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """As `pristine`, but of 206 MB in two shards and four checksum blocks."""
     root = tmp_path_factory.mktemp("big")
     write_big_mixtral(
         root / "source", layers=2, experts=8, hidden=1024, inter=1920, dtype="bf16", random=True
     )
     convert(root / "source", root / "model", max_shard_bytes=SHARD_BYTES)
-    return root
+    yield root
+    shutil.rmtree(root)  # pytest keeps temporary directories of several runs

@@ -273,3 +273,10 @@ class TestTarget:
     def test_tiny_shards_are_refused(self, source: Path, tmp_path: Path) -> None:
         with pytest.raises(InvalidInputError, match="67108864"):
             convert(source, tmp_path / "model", max_shard_bytes=4096)
+
+    @pytest.mark.parametrize("threads_count", [0, 257])
+    def test_thread_counts_are_bounded(
+        self, source: Path, tmp_path: Path, threads_count: int
+    ) -> None:
+        with pytest.raises(InvalidInputError, match=r"outside 1\.\.256"):
+            convert(source, tmp_path / "model", threads_count=threads_count)

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,12 +79,13 @@ class Run:
 
 
 @pytest.fixture
-def run(big: Path, tmp_path: Path) -> Run:
+def run(big: Path, tmp_path: Path) -> Iterator[Run]:
     """A conversion of one's own of the big checkpoint, whose weights are shared."""
     (tmp_path / "source").mkdir()
     shutil.copy2(big / "source" / "config.json", tmp_path / "source")
     os.link(big / "source" / "model.safetensors", tmp_path / "source" / "model.safetensors")
-    return Run(tmp_path / "source", tmp_path / "model")
+    yield Run(tmp_path / "source", tmp_path / "model")
+    shutil.rmtree(tmp_path)
 
 
 def assert_same(left: Path, right: Path) -> None:
@@ -234,6 +235,7 @@ def test_lack_of_space_is_told_with_both_numbers(
         ) as caught:
             convert(source, tmp_path / "model")
     assert caught.value.reason is Reason.DISK_SPACE
+    assert not list(tmp_path.glob(".*")), "nothing is left of a conversion that did not begin"
     free_bytes = fields[4] * real.f_frsize
     assert f"has {free_bytes} free" in caught.value.message
     region_bytes = convert(source, tmp_path / "model").region_bytes
