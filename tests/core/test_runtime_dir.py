@@ -15,19 +15,21 @@ from freetokend.core.runtime_dir import client_runtime_dirs, default_runtime_dir
         ({"XDG_RUNTIME_DIR": "relative"}, 0, "/run/freetokend"),
         ({}, 0, "/run/freetokend"),
         ({}, 7, "/tmp/freetokend-7"),
+        ({"TMPDIR": "/var/tmp/"}, 7, "/var/tmp/freetokend-7"),
+        ({"TMPDIR": "here"}, 7, "/tmp/freetokend-7"),
     ],
 )
 def test_directory_of_a_daemon(environ: dict[str, str], uid: int, directory: str) -> None:
-    found, reason = default_runtime_dir(environ, uid, "/tmp")
+    found, reason = default_runtime_dir(environ, uid)
     assert found == directory
     assert reason
-    assert client_runtime_dirs(environ, uid, "/tmp")[0] == directory
+    assert client_runtime_dirs(environ, uid)[0] == directory
 
 
 def test_a_client_also_looks_for_the_system_daemon() -> None:
-    assert client_runtime_dirs({"XDG_RUNTIME_DIR": "/run/user/7"}, 7, "/tmp") == (
+    assert client_runtime_dirs({"XDG_RUNTIME_DIR": "/run/user/7"}, 7) == (
         "/run/user/7/freetokend",
         "/run/freetokend",
         "/tmp/freetokend-7",
     )
-    assert client_runtime_dirs({}, 0, "/tmp") == ("/run/freetokend", "/tmp/freetokend-0")
+    assert client_runtime_dirs({}, 0) == ("/run/freetokend", "/tmp/freetokend-0")

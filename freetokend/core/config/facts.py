@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +44,7 @@ class EnvironmentFacts:
 
 def gather_facts() -> EnvironmentFacts:
     """Reads environment, /proc, /sys and cgroup files; opens nothing else and starts nothing."""
-    runtime_dir, runtime_reason = default_runtime_dir(
-        os.environ, os.getuid(), tempfile.gettempdir()
-    )
+    runtime_dir, runtime_reason = default_runtime_dir(os.environ, os.getuid())
     state_dir, state_reason = _default_state_dir(os.getuid())
     cpus = sorted(os.sched_getaffinity(0))
     cgroups = list(_own_cgroups())
@@ -81,7 +78,8 @@ def _default_state_dir(uid: int) -> tuple[str, str]:
     home = os.environ.get("HOME", "")
     if home.startswith("/"):
         return f"{home.rstrip('/')}/.local/state/freetokend", "below this user's home directory"
-    return f"{tempfile.gettempdir()}/freetokend-{uid}/state", "not root, and HOME is not set"
+    runtime_dir, _ = default_runtime_dir(os.environ, uid)
+    return f"{runtime_dir}/state", "not root, and HOME is not set"
 
 
 def _first_line(path: Path) -> str | None:

@@ -63,17 +63,18 @@ class _Decision:
         self._config = config
         self._facts = facts
         self._reasons: dict[str, str] = {}
+        self._left: set[str] = set()
         self.problems: list[tuple[str, str]] = []
         self.values: dict[str, TomlScalar] = {
             key: setting.value for key, setting in config.settings.items()
         }
 
     def details(self) -> tuple[ResolvedValue, ...]:
-        """One line per key of the schema."""
+        """One line per key of the schema; what is left to the engine is still "auto" there."""
         return tuple(
             ResolvedValue(
                 key=key,
-                value=toml_literal(self.values[key]),
+                value=toml_literal(AUTO if key in self._left else self.values[key]),
                 origin=str(self._setting(key).origin),
                 reason=self._reasons.get(key, ""),
             )
@@ -130,16 +131,14 @@ class _Decision:
             self._set("engine.backend", "cpu", why)
         self._threads()
         if self._is_auto("engine.kv_bytes"):
-            self._set(
+            self._leave(
                 "engine.kv_bytes",
-                0,
-                "0: sized by the engine from the model's bytes per token and the free memory",
+                "sized by the engine from the model's bytes per token and the free memory",
             )
         if self._is_auto("engine.max_context_tokens"):
-            self._set(
+            self._leave(
                 "engine.max_context_tokens",
-                0,
-                "0: as long as the model and the memory for keys and values allow",
+                "as long as the model and the memory for keys and values allow",
             )
 
     def _threads(self) -> None:
@@ -188,7 +187,7 @@ class _Decision:
         }
         limits = {who: size for who, size in known.items() if size is not None}
         if not limits:
-            self._set("pool.max_bytes", 0, "0: the size of the machine's memory could not be read")
+            self._leave("pool.max_bytes", "no limit: the machine's memory could not be read")
             return
         who = min(limits, key=lambda name: limits[name])
         headroom_bytes = max(_HEADROOM_BYTES, int(limits[who] * _HEADROOM_RATIO))
@@ -232,6 +231,11 @@ class _Decision:
         self.values[key] = value
         if reason:
             self._reasons[key] = reason
+
+    def _leave(self, key: str, reason: str) -> None:
+        """0: nothing is decided here; shown as "auto", so that what is shown can be read back."""
+        self._set(key, 0, reason)
+        self._left.add(key)
 
     def _refuse(self, key: str, sentence: str) -> None:
         origin = self._setting(key).origin

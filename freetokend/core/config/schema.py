@@ -8,7 +8,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from freetokend.core.units import GIB, KIB, MIB, TIB
+from freetokend.core.units import GIB, KIB, MIB, TIB, format_bytes
 
 AUTO: Final = "auto"
 
@@ -54,10 +54,11 @@ class Key:
             return "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
         text = self.kind.value
         if self.minimum is not None and self.maximum is not None:
-            text += f" from {self.minimum:.12g} to {self.maximum:.12g}"
-        elif self.minimum is not None:
-            text += f", at least {self.minimum:.12g}"
+            text += f" from {self._shown(self.minimum)} to {self._shown(self.maximum)}"
         return f'{text}, or "{AUTO}"' if self.auto else text
+
+    def _shown(self, limit: float) -> str:
+        return format_bytes(limit) if self.kind is Kind.BYTES else f"{limit:.12g}"
 
 
 def _string(

@@ -57,11 +57,14 @@ def reason(resolved: ResolvedConfig, key: str) -> str:
     return next(value.reason for value in resolved.values() if value.key == key)
 
 
-def test_no_auto_is_left_and_every_auto_has_a_reason() -> None:
+LEFT_TO_THE_ENGINE = {"engine.kv_bytes", "engine.max_context_tokens"}
+
+
+def test_every_auto_is_decided_or_left_to_the_engine_with_a_reason() -> None:
     resolved = decided()
     assert [value.key for value in resolved.values()] == list(SCHEMA)
     for value in resolved.values():
-        assert value.value != toml_literal(AUTO)
+        assert (value.value == toml_literal(AUTO)) == (value.key in LEFT_TO_THE_ENGINE)
         assert bool(value.reason) == (SCHEMA[value.key].auto or value.key == "model.id")
 
 
@@ -70,7 +73,16 @@ def test_the_shown_values_are_the_used_ones() -> None:
     for value in resolved.values():
         table, leaf = value.key.split(".")
         used = getattr(getattr(resolved, table), leaf)
-        assert tomllib.loads(f"x = {value.value}")["x"] == used
+        shown = tomllib.loads(f"x = {value.value}")["x"]
+        assert used == (0 if shown == AUTO else shown)
+
+
+def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
+    first = decided()
+    file = tmp_path / "again.toml"
+    file.write_text("".join(f"{value.key} = {value.value}\n" for value in first.values()))
+    again = decided({"model.path": None}, file)
+    assert dataclasses.replace(again, details=()) == dataclasses.replace(first, details=())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,251 @@
+"""`freetokenctl`: reads and steers a running freetokend, and works on model files.
+
+Nothing heavy is imported before the verb is known: `freetokenctl status` must feel instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final, NoReturn
+
+from freetokend.core.errors import FreetokenError, Reason, reaction
+
+EXIT_OK: Final = 0
+EXIT_USAGE: Final = 64
+EXIT_INTERRUPTED: Final = 130
+
+_EPILOG: Final = """\
+exit codes:
+   0  done
+   1  ftw verify: the model's files are damaged
+  64  the command line is wrong
+  65  the model's files cannot be used
+  69  freetokend is not running, or its engine has failed for good
+  70  a fault of freetokend itself
+  71  not enough memory, or no usable device
+  73  not enough disk space
+  74  a file could not be read or written
+  75  not yet: not ready in time, requests still running, or no answer in time
+  77  not permitted
+  78  the configuration is wrong
+ 130  interrupted
+
+examples:
+  freetokenctl status            what is served, on what, how busy
+  freetokenctl top               the same, followed
+  freetokenctl wait --timeout 600 && curl http://127.0.0.1:8440/v1/models
+  freetokenctl drain && sudo systemctl restart freetokend
+  freetokenctl config show --origin
+  freetokenctl ftw convert ~/models/Qwen3-30B-A3B /var/lib/freetokend/qwen3
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose usage errors have the exit code of sysexits(3)."""
+
+    def error(self, message: str) -> NoReturn:
+        """Usage and the message on standard error, then exit code 64."""
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parsed = build_parser(arguments).parse_args(arguments)
+        code: int = _handler(parsed)(parsed)
+        sys.stdout.flush()
+        return code
+    except FreetokenError as error:
+        print(f"freetokenctl: {error.message}", file=sys.stderr)
+        return reaction(error.reason).exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python would complain again at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except Exception as error:
+        print(f"freetokenctl: a fault of its own: {type(error).__name__}: {error}", file=sys.stderr)
+        return reaction(Reason.INTERNAL).exit_code
+
+
+def _handler(parsed: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    """The verb's function: set by its parser, as such or as "module:function" to be imported."""
+    handler = parsed.handler
+    if isinstance(handler, str):
+        module, _, function = handler.partition(":")
+        handler = getattr(importlib.import_module(f"freetokend.ctl.{module}"), function)
+    found: Callable[[argparse.Namespace], int] = handler
+    return found
+
+
+def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser; `arguments` tells which offline verbs must be imported to build theirs."""
+    parser: argparse.ArgumentParser = Parser(
+        prog="freetokenctl",
+        description="Reads and steers a running freetokend, and works on model files.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--socket",
+        metavar="PATH",
+        help="control socket of the daemon (default: FREETOKEN_SOCKET, else the sockets in "
+        "this user's runtime directory and in /run/freetokend are tried)",
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _add_reading(verbs)
+    _add_changing(verbs)
+    _add_config(verbs)
+    _add_ftw(verbs, wanted="ftw" in arguments)
+    return parser
+
+
+Verbs = argparse._SubParsersAction  # typing name only; argparse has no public one
+
+
+def _add(
+    verbs: Verbs[argparse.ArgumentParser], name: str, handler: str, help: str, description: str = ""
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name, help=help, description=description or f"{help[:1].upper()}{help[1:]}."
+    )
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=("text", "json"),
+        default="text",
+        help="text for people, json for programs (its names are stable)",
+    )
+
+
+def _add_reading(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    _add_output(_add(verbs, "status", "reading:status", "show the state of the service"))
+    top = _add(
+        verbs,
+        "top",
+        "top:top",
+        "follow the state of the service",
+        "Follows the state of the service: in place on a terminal, else a line per interval. "
+        "Ctrl-C ends it.",
+    )
+    _add_output(top)
+    top.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="S",
+        dest="interval_s",
+        help="seconds between updates, 0.1 to 3600 (default: %(default)s)",
+    )
+    top.add_argument(
+        "--count", type=int, default=0, metavar="N", help="end after N updates (default: never)"
+    )
+    wait = _add(
+        verbs,
+        "wait",
+        "reading:wait",
+        "wait until the service takes requests",
+        "Waits until the service takes requests, also for a daemon that is still to be started. "
+        "Exit code 75: not in time; 69: no daemon was there, or its engine failed for good.",
+    )
+    wait.add_argument(
+        "--ready", action="store_true", help="wait for readiness (this is the default)"
+    )
+    wait.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        dest="timeout_s",
+        help="seconds to wait at most (default: %(default)s)",
+    )
+    _add_output(_add(verbs, "version", "reading:version", "show the versions of client and daemon"))
+
+
+def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    drain = _add(
+        verbs,
+        "drain",
+        "changing:drain",
+        "refuse new requests and wait for the running ones",
+        "Refuses new requests (503, with a hint to retry) and waits for the running ones. "
+        "Exit code 75: some still ran at the deadline. The service stays drained until `resume`.",
+    )
+    drain.add_argument(
+        "--timeout",
+        type=float,
+        default=0.0,
+        metavar="S",
+        dest="timeout_s",
+        help="seconds to wait at most (default: service.drain_timeout_s)",
+    )
+    _add(verbs, "resume", "changing:resume", "accept requests again after a drain")
+    stop = _add(
+        verbs,
+        "stop",
+        "changing:stop",
+        "stop the daemon",
+        "Stops the daemon after a drain and waits until it has gone. Under systemd prefer "
+        "`systemctl stop freetokend`.",
+    )
+    stop.add_argument("--now", action="store_true", help="do not wait for running requests")
+    stop.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        dest="timeout_s",
+        help="seconds to wait for the end; the stop goes on (default: %(default)s)",
+    )
+    level = _add(
+        verbs,
+        "log-level",
+        "changing:log_level",
+        "show or change what is logged, until the next restart",
+    )
+    level.add_argument(
+        "level", nargs="?", choices=("debug", "info", "warning", "error"), help="the new level"
+    )
+
+
+def _add_config(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    config = verbs.add_parser("config", help="show the configuration")
+    config_verbs = config.add_subparsers(dest="config_verb", required=True, metavar="VERB")
+    show = _add(
+        config_verbs,
+        "show",
+        "reading:config_show",
+        "show the configuration that the daemon runs with",
+    )
+    show.add_argument(
+        "--origin",
+        action="store_true",
+        help="also where each value was written, and why an automatic one is what it is",
+    )
+    _add_output(show)
+    _add(
+        config_verbs,
+        "keys",
+        "config_keys:keys",
+        "list every key with its default and meaning (needs no daemon)",
+    )
+
+
+def _add_ftw(verbs: Verbs[argparse.ArgumentParser], *, wanted: bool) -> None:
+    if wanted:
+        # Its arithmetic libraries take longer to import than `status` may take in all.
+        importlib.import_module("freetokend.ctl.ftw_commands").register(verbs)
+    else:
+        verbs.add_parser("ftw", help="convert, check and describe model directories")
