@@ -112,6 +112,7 @@ class FakeOperations:
         self.calls: list[tuple[str, object]] = []
         self.still_running_count = 0
         self.error: Exception | None = None
+        self.stop_requested = asyncio.Event()
 
     async def drain(self, timeout_s: float) -> int:
         self.calls.append(("drain", timeout_s))
@@ -124,6 +125,7 @@ class FakeOperations:
 
     def request_stop(self, *, drain: bool) -> None:
         self.calls.append(("stop", drain))
+        self.stop_requested.set()
 
     def set_log_level(self, level: str) -> str:
         self.calls.append(("log-level", level))

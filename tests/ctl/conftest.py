@@ -48,19 +48,26 @@ def environment(runtime_dir: Path) -> dict[str, str]:
     }
 
 
+async def started(
+    environment: dict[str, str], *arguments: str, stderr: int = asyncio.subprocess.PIPE
+) -> asyncio.subprocess.Process:
+    """A running `freetokenctl`; its standard error may be a terminal."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "freetokend.ctl",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=stderr,
+        stdin=asyncio.subprocess.DEVNULL,
+        env=environment,
+    )
+
+
 @pytest.fixture
 def ctl(environment: dict[str, str]) -> Ctl:
     async def run(*arguments: str, **extra_environment: str) -> Done:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "freetokend.ctl",
-            *arguments,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            stdin=asyncio.subprocess.DEVNULL,
-            env=environment | extra_environment,
-        )
+        process = await started(environment | extra_environment, *arguments)
         async with asyncio.timeout(60):
             out, err = await process.communicate()
         assert process.returncode is not None

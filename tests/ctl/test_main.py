@@ -1,0 +1,153 @@
+"""The command line itself: help, usage errors, exit codes, imports and speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from freetokend.control import ControlPlane
+from freetokend.core.errors import REACTIONS
+from freetokend.ctl.main import build_parser
+from tests.ctl.conftest import Ctl
+
+VERBS = ["status", "top", "wait", "version", "drain", "resume", "stop", "log-level", "config"]
+
+
+async def test_help_names_every_verb_and_exit_code(ctl: Ctl) -> None:
+    done = await ctl("--help")
+    assert (done.code, done.err) == (0, "")
+    for verb in [*VERBS, "ftw"]:
+        assert re.search(rf"^    {verb} ", done.out, re.M), verb
+    told = {int(code) for code in re.findall(r"^ +(\d+)  \w", done.out, re.M)}
+    # 66 and 130 as a status of the table belong to HTTP requests only.
+    assert {entry.exit_code for entry in REACTIONS.values()} - {66} <= told | {130}
+    assert {0, 1, 64, 69, 75, 77, 130} <= told
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_every_verb_has_help(ctl: Ctl, verb: str) -> None:
+    done = await ctl(verb, "--help")
+    assert done.code == 0
+    assert len(done.out.splitlines()) >= 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the following arguments are required: VERB"),
+        (["statsu"], "invalid choice: 'statsu'"),
+        (["status", "--json"], "unrecognized arguments: --json"),
+        (["top", "--interval", "soon"], "invalid float value: 'soon'"),
+        (["log-level", "loud"], "invalid choice: 'loud'"),
+        (["config"], "required: VERB"),
+        (["top", "--count", "-1"], "--count -1 is below 0"),
+    ],
+)
+async def test_usage_errors_have_exit_code_64(ctl: Ctl, arguments: list[str], words: str) -> None:
+    done = await ctl(*arguments)
+    assert done.code == 64
+    assert words in done.err
+    assert "Traceback" not in done.err
+
+
+async def test_ftw_verbs_are_reached(ctl: Ctl, tmp_path: Path) -> None:
+    done = await ctl("ftw", "info", str(tmp_path))
+    assert done.code == 65
+    assert str(tmp_path) in done.err
+    assert (await ctl("ftw", "--help")).code == 0
+
+
+def test_no_verb_but_ftw_imports_arrays_or_tensors(environment: dict[str, str]) -> None:
+    script = (
+        "import sys, json\n"
+        "from freetokend.ctl.main import main\n"
+        "import freetokend.ctl.reading, freetokend.ctl.changing, freetokend.ctl.top\n"
+        "code = main(['status'])\n"
+        "print(json.dumps([code, sorted(sys.modules)]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    code, modules = json.loads(done.stdout)
+    assert code == 69
+    heavy = {"numpy", "torch", "grpc", "asyncio", "ssl", "prometheus_client", "fastapi"}
+    assert heavy.isdisjoint(modules)
+
+
+async def test_a_reader_that_stops_is_no_error(
+    environment: dict[str, str], plane: ControlPlane
+) -> None:
+    import asyncio
+
+    process = await asyncio.create_subprocess_shell(
+        f"set -o pipefail; {sys.executable} -m freetokend.ctl top --interval 0.1 | head -1",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment,
+        executable="/bin/bash",
+    )
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
+    assert (process.returncode, err) == (0, b"")
+    assert out.count(b"\n") == 1
+
+
+async def test_top_redraws_in_place_on_a_terminal(
+    environment: dict[str, str], plane: ControlPlane
+) -> None:
+    import asyncio
+    import pty
+
+    main_fd, terminal_fd = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "freetokend.ctl", "top", "--count", "2", "--interval", "0.1"),
+        stdout=terminal_fd,
+        env=environment,
+    )
+    os.close(terminal_fd)
+    async with asyncio.timeout(60):
+        code = await process.wait()
+    shown = os.read(main_fd, 65536).decode()
+    os.close(main_fd)
+    assert code == 0
+    assert shown.count("\x1b[H") == 2
+    assert "freetokend 1.2.3, ready" in shown
+
+
+async def test_status_takes_little_time(environment: dict[str, str], plane: ControlPlane) -> None:
+    """CPU time, which a busy machine stretches less than the clock on the wall."""
+    import asyncio
+
+    best_s = float("inf")
+    for _ in range(5):
+        before = os.times()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "freetokend.ctl", "status"),
+            stdout=asyncio.subprocess.DEVNULL,
+            env=environment,
+        )
+        assert await process.wait() == 0
+        after = os.times()
+        spent_s = (after.children_user + after.children_system) - (
+            before.children_user + before.children_system
+        )
+        best_s = min(best_s, spent_s)
+        if best_s < 0.2:
+            break
+    assert best_s < 0.3
+
+
+def test_the_parser_can_be_walked() -> None:
+    parser = build_parser(["ftw"])
+    assert parser.parse_args(["ftw", "info", "x"]).handler is not None
+    assert parser.parse_args(["status"]).handler == "reading:status"
