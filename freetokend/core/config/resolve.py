@@ -32,17 +32,14 @@ _HEADROOM_BYTES: Final = GIB
 _HEADROOM_RATIO: Final = 0.1
 
 
-def resolve(
-    config: Config, facts: EnvironmentFacts, *, model_required: bool = True
-) -> ResolvedConfig:
+def resolve(config: Config, facts: EnvironmentFacts) -> ResolvedConfig:
     """Decides every "auto" and checks what one key alone cannot tell.
 
-    `model_required` False is for engines that carry their own answers (scripted). Relative paths
-    of a file are taken from that file's directory, those of the command line from the working
-    directory. Raises `ConfigError` with every problem found.
+    Relative paths of a file are taken from that file's directory, those of the command line from
+    the working directory. Raises `ConfigError` with every problem found.
     """
     decision = _Decision(config, facts)
-    decision.model(model_required)
+    decision.model()
     decision.service()
     decision.control()
     decision.engine()
@@ -81,13 +78,13 @@ class _Decision:
             for key in SCHEMA
         )
 
-    def model(self, required: bool) -> None:
+    def model(self) -> None:
         """The model's directory and public name."""
         setting = self._config.get("model.path")
         path = "" if setting is None else str(setting.value)
         if path:
             path = self._absolute(path, self._setting("model.path").origin)
-        elif required:
+        else:
             self._refuse(
                 "model.path",
                 'no model is configured: write path = "/directory/of/the/model" under [model], '

@@ -17,7 +17,7 @@ class ResolvedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """`path` is absolute; "" only where no model is required. `id` is never empty with a path."""
+    """`path` is absolute, `id` never empty."""
 
     path: str
     id: str

@@ -168,13 +168,6 @@ def test_rules_between_keys(asked: dict[str, object], sentence: str) -> None:
     assert sentence in caught.value.message
 
 
-def test_no_model_is_needed_for_an_engine_with_its_own_answers() -> None:
-    config = load_config(
-        vendor_file=Path("/nonexistent"), system_file=Path("/nonexistent/freetokend.toml")
-    )
-    assert resolve(config, FACTS, model_required=False).model.path == ""
-
-
 @given(st.text())
 def test_toml_literals_read_back(text: str) -> None:
     try:
