@@ -35,9 +35,7 @@ def route(logits: torch.Tensor, router: RouterConfig) -> tuple[torch.Tensor, tor
     ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     weights = ordered[:, : router.top_k].contiguous()
     if router.renormalise:
-        # Column by column: a reduction's order of summing could depend on the number of tokens.
-        total = weights[:, 0]
-        for column in range(1, router.top_k):
-            total = total + weights[:, column]
-        weights = weights / total[:, None]
+        # A running sum takes the columns one by one; how a plain sum is cut into parts could
+        # depend on the number of tokens.
+        weights = weights / weights.cumsum(dim=-1)[:, -1:]
     return order[:, : router.top_k].to(torch.int32), weights

@@ -26,7 +26,7 @@ def address_of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
     Native code trusts its arguments, so every tensor goes through here on its way there.
     """
-    if tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+    if tensor.dtype is not dtype or not tensor.is_contiguous() or not tensor.is_cpu:
         raise InternalError(
             f"a native call got a {tensor.dtype} tensor of shape {list(tensor.shape)} on "
             f"{tensor.device}; it needs a contiguous {dtype} tensor on the CPU."

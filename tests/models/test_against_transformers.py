@@ -51,8 +51,8 @@ def test_fp64_runs_agree_to_what_transformers_keeps_in_fp32(shape: Shape, tmp_pa
     ours agree with them to that.
     """
     checkpoint = make_checkpoint(shape, tmp_path, seed=1)
-    tokens = prompt(120, int(str(checkpoint.config["vocab_size"])), seed=5)
+    tokens = prompt(90, int(str(checkpoint.config["vocab_size"])), seed=5)
     expected = hf_logits(checkpoint, torch.float64, [tokens])[0]
-    found = reference_runner(checkpoint, torch.float64).run([tokens], whole([120]))[0]
+    found = reference_runner(checkpoint, torch.float64).run([tokens], whole([90]))[0]
     assert found.dtype is torch.float64
     assert relative_errors(found, expected).max() <= 1e-5
