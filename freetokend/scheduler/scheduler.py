@@ -228,12 +228,15 @@ class Scheduler:
     def _chosen_with_pages(
         self, shares: Iterable[tuple[Sequence, int]]
     ) -> list[tuple[Sequence, int]]:
-        """Give pages to the shares, oldest first; the youngest running make room."""
+        """Give pages to the shares, oldest first; the youngest running make room.
+
+        Who makes room is never older than who needs it, so what has been chosen stays.
+        """
         chosen: list[tuple[Sequence, int]] = []
         for sequence, count in shares:
             if sequence.place is Place.RUNNING and self._take_pages(sequence, count):
                 chosen.append((sequence, count))
-        return [share for share in chosen if share[0].place is Place.RUNNING]
+        return chosen
 
     def _take_pages(self, sequence: Sequence, count: int) -> bool:
         """False when `sequence` itself was preempted."""

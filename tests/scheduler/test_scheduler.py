@@ -56,6 +56,27 @@ def test_the_youngest_is_preempted_and_its_tokens_are_the_same() -> None:
     ends = list(bench.ends)
     assert ends == ["r0", "r1", "r2", "r3"], "the oldest ends first"
     assert bench.allocator.used_count == 0
+    # the i-th token is drawn once, as the i-th, whatever was computed again for it
+    draws: dict[int, list[int]] = {}
+    for work in bench.engine.steps:
+        for one in work.sequences:
+            if one.draw_index is not None:
+                draws.setdefault(one.key, []).append(one.draw_index)
+    assert draws == {key: list(range(20)) for key in range(4)}
+
+
+def test_a_prompt_that_does_not_fit_now_waits_and_preempts_nobody() -> None:
+    bench = Bench(pages_count=8, page_tokens=4, step_tokens=32)
+    bench.submit(request("holds", [1] * 20, 8))
+    bench.submit(request("large", [2] * 20, 8))
+    bench.submit(request("small", [3], 2))
+    for _ in range(8):
+        assert bench.scheduler.counts().running_count <= 1
+        bench.step()
+    assert list(bench.ends) == ["holds"]
+    bench.run()
+    assert bench.scheduler.counts().preemptions_count == 0
+    assert set(bench.ends) == {"holds", "large", "small"}
 
 
 def test_a_request_as_large_as_the_servable_context_is_served_and_one_more_is_refused() -> None:
