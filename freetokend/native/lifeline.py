@@ -6,6 +6,7 @@ socket, and its end of file tells the engine that control is gone.
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from freetokend.native import _host
 
 LIFELINE_EXIT_CODE: Final = 3
 _MESSAGE_LIMIT_BYTES: Final = 4096
+_MOST_FDS_COUNT: Final = 4  # more than one is an error, but must be received to be closed
 
 
 class Lifeline:
@@ -70,9 +72,7 @@ def receive_pool(sock: socket.socket) -> ReceivedPool | None:
     when the message is not what control sends (received descriptors are closed first).
     """
     try:
-        data, fds, flags, _ = socket.recv_fds(
-            sock, _MESSAGE_LIMIT_BYTES, 4, socket.MSG_CMSG_CLOEXEC
-        )
+        data, fds, flags = _receive(sock)
     except TimeoutError as error:
         raise UnavailableError(
             "the control process sent no pool in time: it may be stuck; start it again"
@@ -89,6 +89,21 @@ def receive_pool(sock: socket.socket) -> ReceivedPool | None:
         for fd in fds:
             os.close(fd)
         raise
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
+    # Not socket.recv_fds: it drops its flags, and the descriptors must not be inherited.
+    width_bytes = array.array("i").itemsize
+    data, ancillary, flags, _ = sock.recvmsg(
+        _MESSAGE_LIMIT_BYTES,
+        socket.CMSG_SPACE(_MOST_FDS_COUNT * width_bytes),
+        socket.MSG_CMSG_CLOEXEC,
+    )
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % width_bytes])
+    return data, list(fds), flags
 
 
 def _decode(data: bytes, fds: list[int]) -> ReceivedPool | None:

@@ -11,7 +11,7 @@ class DepthControl {
  public:
   DepthControl(std::uint32_t start, std::uint32_t maximum);
 
-  std::uint32_t depth() const { return depth_; }
+  [[nodiscard]] std::uint32_t depth() const { return depth_; }
   // Returns the depth to use from now on.
   std::uint32_t sample(double bytes_per_s);
 

@@ -43,7 +43,7 @@ class Descriptor {
   ~Descriptor() { reset(-1); }
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
+  [[nodiscard]] int get() const { return fd_; }
   void reset(int fd) {
     if (fd_ >= 0) ::close(fd_);
     fd_ = fd;
@@ -95,7 +95,7 @@ class Loader::Worker {
   }
 
  private:
-  std::uint32_t in_flight() const {
+  [[nodiscard]] std::uint32_t in_flight() const {
     return static_cast<std::uint32_t>(pieces_.size() - free_.size());
   }
 
@@ -135,7 +135,7 @@ class Loader::Worker {
                     .token = slot});
   }
 
-  std::byte* destination(const Piece& piece) const {
+  [[nodiscard]] std::byte* destination(const Piece& piece) const {
     const OpenFile& file = *loader_.files_[piece.file_index];
     return loader_.mapping_->data() + file.file.destination_bytes + piece.offset_bytes;
   }
@@ -217,7 +217,9 @@ class Loader::Worker {
 };
 
 Loader::Loader(std::shared_ptr<Mapping> mapping, std::vector<LoadFile> files, LoadOptions options)
-    : mapping_(std::move(mapping)), options_(std::move(options)) {
+    : mapping_(std::move(mapping)),
+      use_(std::make_unique<MappingUse>(mapping_)),
+      options_(std::move(options)) {
   if (options_.chunk_bytes == 0 || options_.chunk_bytes % kAlignmentBytes != 0 ||
       options_.max_depth_count == 0) {
     throw std::invalid_argument("chunk_bytes must be a multiple of 4096 and the depth at least 1");
@@ -402,6 +404,7 @@ void Loader::run() {
       files_.begin(), files_.end(), [](const auto& file) { return !file->use_direct.load(); }));
   outcome_.elapsed_s = seconds(Clock::now() - start);
   files_.clear();
+  use_.reset();
   finished_ = true;
   changed_.notify_all();
 }

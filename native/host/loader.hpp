@@ -73,9 +73,11 @@ class Loader {
   bool wait_for(double timeout_s);
   // No new read is started; reads in flight are awaited, because the kernel writes to the memory.
   void cancel();
-  std::uint64_t done_bytes() const { return done_bytes_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::uint64_t done_bytes() const {
+    return done_bytes_.load(std::memory_order_relaxed);
+  }
   // Valid after wait_for() returned true.
-  const LoadOutcome& outcome() const { return outcome_; }
+  [[nodiscard]] const LoadOutcome& outcome() const { return outcome_; }
 
  private:
   struct OpenFile;
@@ -86,15 +88,16 @@ class Loader {
   void run();
   void work(std::uint32_t worker_index);
   void adapt_depth();
-  std::unique_ptr<ReadQueue> make_queue(std::uint32_t workers_count) const;
+  [[nodiscard]] std::unique_ptr<ReadQueue> make_queue(std::uint32_t workers_count) const;
   bool next_piece(Piece* piece);
   void fail(LoadFailure failure, std::size_t file_index, std::uint64_t offset_bytes,
             int error_number, std::uint64_t actual_bytes = 0);
-  bool stopping() const { return stop_.load(std::memory_order_relaxed); }
+  [[nodiscard]] bool stopping() const { return stop_.load(std::memory_order_relaxed); }
   // How many reads worker `worker_index` may have in flight now.
-  std::uint32_t share(std::uint32_t worker_index) const;
+  [[nodiscard]] std::uint32_t share(std::uint32_t worker_index) const;
 
-  MappingUse mapping_;
+  std::shared_ptr<Mapping> mapping_;
+  std::unique_ptr<MappingUse> use_;  // until the last read has ended
   LoadOptions options_;
   std::vector<std::unique_ptr<OpenFile>> files_;
   std::uint64_t pieces_count_ = 0;

@@ -13,6 +13,11 @@ namespace {
   throw std::system_error(errno, std::generic_category(), what);
 }
 
+std::uint64_t round_up_to_page(std::uint64_t bytes) {
+  constexpr std::uint64_t kPageBytes = 4096;
+  return (bytes + kPageBytes - 1) & ~(kPageBytes - 1);
+}
+
 }  // namespace
 
 Mapping::Mapping(int fd, std::uint64_t length_bytes) : length_bytes_(length_bytes) {
@@ -24,9 +29,10 @@ Mapping::Mapping(int fd, std::uint64_t length_bytes) : length_bytes_(length_byte
   void* reserved = ::mmap(nullptr, reserved_bytes, PROT_NONE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (reserved == MAP_FAILED) throw_errno("cannot reserve address space for the pool");
-  const auto start = reinterpret_cast<std::uintptr_t>(reserved);
-  const auto aligned = (start + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
-  void* mapped = ::mmap(reinterpret_cast<void*>(aligned), length_bytes, PROT_READ | PROT_WRITE,
+  auto* start = static_cast<std::byte*>(reserved);
+  const auto misaligned_bytes = reinterpret_cast<std::uintptr_t>(start) % kHugePageBytes;
+  const auto before_bytes = misaligned_bytes == 0 ? 0 : kHugePageBytes - misaligned_bytes;
+  void* mapped = ::mmap(start + before_bytes, length_bytes, PROT_READ | PROT_WRITE,
                         MAP_SHARED | MAP_FIXED, fd, 0);
   if (mapped == MAP_FAILED) {
     const int error = errno;
@@ -34,13 +40,10 @@ Mapping::Mapping(int fd, std::uint64_t length_bytes) : length_bytes_(length_byte
     errno = error;
     throw_errno("cannot map the pool file");
   }
-  if (aligned > start) ::munmap(reserved, aligned - start);
-  constexpr std::uint64_t kPage = 4096;
-  const auto mapped_end = (aligned + length_bytes + kPage - 1) & ~(kPage - 1);
-  const auto reserved_end = (start + reserved_bytes + kPage - 1) & ~(kPage - 1);
-  if (reserved_end > mapped_end) {
-    ::munmap(reinterpret_cast<void*>(mapped_end), reserved_end - mapped_end);
-  }
+  if (before_bytes > 0) ::munmap(start, before_bytes);
+  const auto used_bytes = before_bytes + round_up_to_page(length_bytes);
+  const auto all_bytes = round_up_to_page(reserved_bytes);
+  if (all_bytes > used_bytes) ::munmap(start + used_bytes, all_bytes - used_bytes);
   data_ = static_cast<std::byte*>(mapped);
 }
 

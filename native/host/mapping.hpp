@@ -19,22 +19,22 @@ class Mapping {
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
-  std::byte* data() const { return data_; }
-  std::uint64_t length_bytes() const { return length_bytes_; }
+  [[nodiscard]] std::byte* data() const { return data_; }
+  [[nodiscard]] std::uint64_t length_bytes() const { return length_bytes_; }
 
   // 0, or the errno of madvise: huge pages are a wish, not a condition.
-  int advise_huge() const;
+  [[nodiscard]] int advise_huge() const;
   // From here on a stray write is a fault instead of a wrong answer. Throws std::system_error.
   void protect_read_only();
   // Publishes `value` at `offset_bytes` (a multiple of 8) after every write made before.
   void store_u64(std::uint64_t offset_bytes, std::uint64_t value);
-  std::uint64_t load_u64(std::uint64_t offset_bytes) const;
+  [[nodiscard]] std::uint64_t load_u64(std::uint64_t offset_bytes) const;
   // Unmaps. Throws std::logic_error while a loader or a pinner still works on the memory.
   void close();
 
  private:
   friend class MappingUse;
-  std::uint64_t checked_word(std::uint64_t offset_bytes) const;
+  [[nodiscard]] std::uint64_t checked_word(std::uint64_t offset_bytes) const;
 
   std::byte* data_ = nullptr;
   std::uint64_t length_bytes_ = 0;
@@ -49,8 +49,6 @@ class MappingUse {
   ~MappingUse();
   MappingUse(const MappingUse&) = delete;
   MappingUse& operator=(const MappingUse&) = delete;
-  Mapping& operator*() const { return *mapping_; }
-  Mapping* operator->() const { return mapping_.get(); }
 
  private:
   std::shared_ptr<Mapping> mapping_;

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <fstream>
 #include <stdexcept>
+#include <system_error>
 
 #include "native_thread.hpp"
 
@@ -135,7 +135,7 @@ void Pinner::fail(int error_number, std::uint64_t step_bytes) {
     progress_.note += "this process may lock at most " + mib(limit_bytes) +
                       " of memory: set LimitMEMLOCK=infinity in the service's unit";
   } else {
-    progress_.note += std::string("mlock failed: ") + std::strerror(error_number);
+    progress_.note += "mlock failed: " + std::generic_category().message(error_number);
   }
 }
 

@@ -9,7 +9,7 @@ namespace {
 
 class PreadQueue final : public ReadQueue {
  public:
-  std::uint32_t capacity() const override { return 1; }
+  [[nodiscard]] std::uint32_t capacity() const override { return 1; }
 
   void submit(const ReadRequest& request) override {
     ssize_t count = 0;

@@ -26,7 +26,7 @@ struct ReadCompletion {
 class ReadQueue {
  public:
   virtual ~ReadQueue() = default;
-  virtual std::uint32_t capacity() const = 0;
+  [[nodiscard]] virtual std::uint32_t capacity() const = 0;
   // Never more than `capacity()` requests may be outstanding.
   virtual void submit(const ReadRequest& request) = 0;
   // Blocks until at least one outstanding request has ended; returns how many it wrote to `out`.

@@ -67,7 +67,7 @@ class UringQueue final : public ReadQueue {
   UringQueue(const UringQueue&) = delete;
   UringQueue& operator=(const UringQueue&) = delete;
 
-  std::uint32_t capacity() const override { return capacity_; }
+  [[nodiscard]] std::uint32_t capacity() const override { return capacity_; }
 
   void submit(const ReadRequest& request) override {
     const unsigned tail = sq_tail_->load(std::memory_order_relaxed);
@@ -124,7 +124,7 @@ class UringQueue final : public ReadQueue {
     completions_ = reinterpret_cast<io_uring_cqe*>(base + params.cq_off.cqes);
   }
 
-  void* map(std::size_t bytes, std::uint64_t offset) const {
+  [[nodiscard]] void* map(std::size_t bytes, std::uint64_t offset) const {
     void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_,
                            static_cast<off_t>(offset));
     if (address == MAP_FAILED) fail(errno, "cannot map the io_uring");

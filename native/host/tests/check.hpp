@@ -15,7 +15,7 @@ void check_equal(const Left& left, const Right& right, const char* text, const c
   std::ostringstream out;
   out << file << ':' << line << ": " << text << ": " << left << " is not " << right << '\n';
   std::fputs(out.str().c_str(), stderr);
-  std::exit(1);
+  std::_Exit(1);
 }
 
 }  // namespace freetoken::host::test

@@ -45,7 +45,7 @@ class TemporaryFile {
   }
   TemporaryFile(const TemporaryFile&) = delete;
   TemporaryFile& operator=(const TemporaryFile&) = delete;
-  const std::string& path() const { return path_; }
+  [[nodiscard]] const std::string& path() const { return path_; }
   void truncate(std::uint64_t length_bytes) const {
     CHECK_EQUAL(::ftruncate(fd_, static_cast<off_t>(length_bytes)), 0);
   }

@@ -16,14 +16,14 @@ using test::memory;
 using test::pattern;
 using test::TemporaryFile;
 
-constexpr std::uint32_t kChunk = 16384;
+constexpr std::uint64_t kChunk = 16384;
 
 // Alters the completions of real reads.
 class FaultyQueue final : public ReadQueue {
  public:
   using Fault = std::function<std::int64_t(const ReadRequest&, std::int64_t result)>;
   explicit FaultyQueue(Fault fault) : fault_(std::move(fault)) {}
-  std::uint32_t capacity() const override { return 1; }
+  [[nodiscard]] std::uint32_t capacity() const override { return 1; }
   void submit(const ReadRequest& request) override {
     request_ = request;
     real_->submit(request);
@@ -40,8 +40,8 @@ class FaultyQueue final : public ReadQueue {
   std::unique_ptr<ReadQueue> real_ = make_pread_queue();
 };
 
-LoadOptions options(FaultyQueue::Fault fault = nullptr) {
-  LoadOptions chosen{.chunk_bytes = kChunk, .make_queue = {}};
+LoadOptions options(const FaultyQueue::Fault& fault = nullptr) {
+  LoadOptions chosen{.chunk_bytes = std::uint32_t{kChunk}, .make_queue = {}};
   if (fault) chosen.make_queue = [fault] { return std::make_unique<FaultyQueue>(fault); };
   return chosen;
 }
@@ -197,23 +197,21 @@ void cancel_ends_the_load_and_frees_the_mapping() {
     return result;
   });
   chosen.max_depth_count = 2;
-  {
-    Loader loader(mapping, {{file.path(), 0, bytes.size()}}, chosen);
-    running = &loader;
-    loader.start();
-    CHECK(loader.wait_for(60.0));
-    CHECK(loader.outcome().failure == LoadFailure::kCancelled);
-    CHECK(loader.done_bytes() < bytes.size());
-    CHECK(reads_count.load() <= 6);
-    bool refused = false;
-    try {
-      mapping->close();
-    } catch (const std::logic_error&) {
-      refused = true;
-    }
-    CHECK(refused);
+  Loader loader(mapping, {{file.path(), 0, bytes.size()}}, chosen);
+  running = &loader;
+  bool refused = false;
+  try {
+    mapping->close();
+  } catch (const std::logic_error&) {
+    refused = true;
   }
-  mapping->close();
+  CHECK(refused);
+  loader.start();
+  CHECK(loader.wait_for(60.0));
+  CHECK(loader.outcome().failure == LoadFailure::kCancelled);
+  CHECK(loader.done_bytes() < bytes.size());
+  CHECK(reads_count.load() <= 6);
+  mapping->close();  // although the loader still exists
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ PinProgress ended(const Pinner& pinner) {
 }
 
 // Small enough for the usual limit of an ordinary user (8 MiB).
-constexpr std::uint64_t kStep = 64 * 1024;
+constexpr std::uint64_t kStep = 65536;
 
 void pins_in_steps() {
   const auto mapping = memory(16 * kStep, 16 * kStep);
