@@ -335,7 +335,7 @@ def test_fuzzed_bytes(pristine: Path, data: st.DataObject) -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=4_000, deadline=None)
 @given(st.data())
 def test_fuzzed_at_length(document: Document, pristine: Path, data: st.DataObject) -> None:
     original = read_index(pristine / "model")
