@@ -31,6 +31,8 @@ from freetokend.link.server import Attachment, LinkServer
 # Between the first sign of the end (stream or process) and the second: enough for the last
 # messages and the exit code to arrive, well inside the 2 s that running requests may wait.
 _LAST_WORDS_S: Final = 0.5
+# An interpreter with a tensor library takes its time to exit; a killed one tells no exit code.
+_EXIT_S: Final = 3.0
 _CAUSE_LINES: Final = 3
 
 RESTART_CANNOT_HELP: Final = frozenset(
@@ -86,6 +88,10 @@ class SessionEvents(Protocol):
 
     def session_updates(self, updates: tuple[SequenceUpdate, ...]) -> None:
         """Tokens and ends of sequences."""
+        ...
+
+    def session_lost(self, cause: str) -> None:
+        """Nothing more will come; the engine `cause`, as far as that is known yet."""
         ...
 
 
@@ -220,6 +226,8 @@ class EngineSession:
             self._enter(EngineState.RESTARTING)  # no request may be given to it any more
             expected = {exited, detached} if self._was_attached() else {exited}
             await asyncio.wait(expected, timeout=_LAST_WORDS_S)
+            self._events.session_lost(self._cause(exited.result() if exited.done() else ""))
+            await asyncio.wait({exited}, timeout=_EXIT_S)
             if not exited.done():
                 self.kill("it ended its stream but did not exit")
             return await exited
@@ -243,14 +251,13 @@ class EngineSession:
             last_s = now_s
             fault = self.liveness.fault(now_s)
             if fault:
-                self.kill(f"stuck: {fault}")
+                self.kill(f"stuck, {fault}")
 
     def _describe_end(self, exit_text: str, last_lines: tuple[str, ...]) -> EngineEnd:
         was_ready = self.description is not None
+        cause = self._cause(exit_text)
         if self._failure is not None:
-            cause = f"{self._failure.message} ({exit_text})"
             return EngineEnd(cause=cause, reason=self._failure.reason, was_ready=was_ready)
-        cause = f"{self._verdict} ({exit_text})" if self._verdict else f"died with {exit_text}"
         lines = () if self._verdict else [line for line in last_lines if line.strip()]
         return EngineEnd(
             cause=cause,
@@ -258,6 +265,15 @@ class EngineSession:
             was_ready=was_ready,
             last_output=" | ".join(lines[-_CAUSE_LINES:]),
         )
+
+    def _cause(self, exit_text: str) -> str:
+        """Why it ended, in words that follow "the engine"; `exit_text` "" while it still exits."""
+        in_brackets = f" ({exit_text})" if exit_text else ""
+        if self._failure is not None:
+            return f"failed: {self._failure.message}{in_brackets}"
+        if self._verdict:
+            return f"was replaced: {self._verdict}{in_brackets}"
+        return f"died with {exit_text}" if exit_text else "closed its link"
 
 
 def _reason_of_exit(exit_text: str) -> Reason:

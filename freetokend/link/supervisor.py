@@ -176,6 +176,12 @@ class EngineSupervisor:
         for update in updates:
             self._requests.deliver(update)
 
+    def session_lost(self, cause: str) -> None:
+        """`SessionEvents`: end every request in flight, now."""
+        self._requests.fail_all(
+            Reason.ENGINE_FAILED, f"the engine {cause}; the request is lost, send it again"
+        )
+
     def _check_admission(self) -> None:
         """Raises `UnavailableError` with the truthful reason when no request can be taken now."""
         if self._draining:
@@ -241,23 +247,14 @@ class EngineSupervisor:
             if self._stopping.is_set():
                 return
             self._last_end = end
-            ended_count = self._requests.fail_all(
-                Reason.ENGINE_FAILED, f"the engine {end.cause}; the request is lost, send it again"
-            )
+            self.session_lost(end.cause)
             history, decision = after_death(
                 self._budget,
                 history,
                 now_s=self._clock(),
                 restart_can_help=end.restart_can_help,
             )
-            _log.error(
-                "engine-died",
-                extra={
-                    "cause": end.full_cause,
-                    "reason": str(end.reason),
-                    "requests_ended_count": ended_count,
-                },
-            )
+            _log.error("engine-died", extra={"cause": end.full_cause, "reason": str(end.reason)})
             if isinstance(decision, GiveUp):
                 self._idle_state = EngineState.FAILED
                 _log.error("engine-given-up", extra={"why": decision.text})

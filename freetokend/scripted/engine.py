@@ -70,7 +70,8 @@ class ScriptedEngine:
         self._client.set_busy(True)
         self._load()
         self._client.set_busy(False)
-        self._client.send(self._describe())
+        if self._ending is None:
+            self._client.send(self._describe())
         while not self._finished():
             self._take_messages(wait=not self._running)
             if self._running and self._ending_lets_work():
@@ -85,6 +86,9 @@ class ScriptedEngine:
                 self._strike(FaultPoint.LOAD)
             time.sleep(load.chunk_s)
             self._client.progress()
+            self._take_messages(wait=False)
+            if self._ending is not None:
+                return
             done_bytes = load.total_bytes * (index + 1) // load.chunks_count
             self._client.send(
                 LoadProgress(
@@ -131,7 +135,7 @@ class ScriptedEngine:
     def _take_messages(self, *, wait: bool) -> None:
         """Everything that has arrived; with `wait`, at least one message."""
         try:
-            while self._ending is None or self._running:
+            while True:
                 self._take(self._client.inbox.get(block=wait))
                 wait = False
         except queue.Empty:

@@ -50,9 +50,9 @@ class Daemon:
 
     async def engine_pid(self) -> int:
         """The pid of the newest engine, once it is ready."""
-        await self.wait_line("engine-ready")
-        pids = [m[1] for line in self.lines if (m := re.search(r"engine-ready .*pid=(\d+)", line))]
-        return int(pids[-1])
+        pattern = r"link\.session engine-ready engine_pid=(\d+)"
+        await self.wait_line(pattern)
+        return int([match[1] for line in self.lines if (match := re.search(pattern, line))][-1])
 
     async def wait_exit(self) -> int:
         """Exit status, once the log is read to its end."""

@@ -37,7 +37,7 @@ def client(base_url: str) -> httpx.AsyncClient:
 
 async def ready(running: Daemon) -> str:
     base_url = await running.base_url()
-    await running.wait_line("engine-ready")
+    await running.wait_line(r"link\.session engine-ready")
     return base_url
 
 
@@ -112,7 +112,7 @@ async def test_killed_engine_ends_streams_with_an_error_event_and_comes_back() -
         assert loop.time() - killed_s < 2.0
         assert rest[-1]["error"]["code"] == "engine_failed"
         assert {"done": True} not in rest
-        await running.wait_line("engine-ready", seen)
+        await running.wait_line(r"link\.session engine-ready", seen)
         answer = await http.post("/v1/completions", json=completion(3, stream=False))
         assert answer.status_code == 200
         status = await get_status(running)

@@ -31,17 +31,22 @@ CYCLE = {"kind": "cycle", "token_ids": [7]}
 
 
 async def test_loading_is_refused_with_its_reason_and_shown_in_bytes() -> None:
-    script = {"load": {"chunks_count": 3, "chunk_s": 0.05, "total_bytes": 3000}}
+    script = {
+        "load": {"chunks_count": 4, "total_bytes": 4000},
+        "faults": [{"at": "load", "action": "hang"}],
+    }
     async with scripted_engine(script) as harness:
         with pytest.raises(UnavailableError) as refusal:
             harness.supervisor.generate(greedy("early"))
         assert refusal.value.reason is Reason.LOADING
         assert refusal.value.retry_after_s is not None
         seen = await harness.wait_until(lambda s: s.load is not None and s.load.done_bytes > 0)
+        assert seen.state is EngineState.LOADING
         assert seen.load is not None
-        assert (seen.load.stage, seen.load.total_bytes) == ("read", 3000)
-        ready = await harness.wait_state(EngineState.READY)
-        assert ready.load is None
+        assert (seen.load.stage, seen.load.total_bytes) == ("read", 4000)
+        with pytest.raises(UnavailableError) as refusal:
+            harness.supervisor.generate(greedy("still-early"))
+        assert refusal.value.reason is Reason.LOADING
 
 
 async def test_cancel_reaches_the_engine_within_one_step() -> None:
@@ -58,7 +63,7 @@ async def test_cancel_reaches_the_engine_within_one_step() -> None:
             await dropped.aclose()
             # Messages keep their order: when the second request has its first token, the cancel
             # has been taken, and no step since then may have worked for the first request.
-            kept = harness.supervisor.generate(greedy("kept", max_new_tokens=4))
+            kept = harness.supervisor.generate(greedy("kept", max_new_tokens=1000))
             first = asyncio.create_task(anext(kept))
             generation = 0
             while not first.done():
@@ -67,9 +72,7 @@ async def test_cancel_reaches_the_engine_within_one_step() -> None:
             stats = harness.supervisor.snapshot().stats
             assert stats.running_count == 1
             assert stats.decode_tokens_count == stats.steps_count
-            gate.open(4)
-            last = [update async for update in kept][-1]
-            assert last.finish_reason is FinishReason.LENGTH
+            await kept.aclose()
         gate.close()
 
 

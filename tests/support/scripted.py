@@ -124,7 +124,7 @@ async def supervised(
     try:
         yield EngineHarness(supervisor, server, directory, lines)
     finally:
-        await supervisor.stop(drain_timeout_s=0.0)
+        await supervisor.stop(drain_timeout_s=0.0, exit_timeout_s=1.0)
         await server.stop()
 
 
