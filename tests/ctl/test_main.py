@@ -30,6 +30,14 @@ async def test_help_names_every_verb_and_exit_code(ctl: Ctl) -> None:
     assert {0, 1, 64, 69, 75, 77, 130} <= told
 
 
+async def test_the_documentation_tells_the_same(ctl: Ctl) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "freetokenctl.md").read_text()
+    for verb in [*VERBS, "ftw"]:
+        assert f"| `{verb}` |" in text
+    codes = (await ctl("--help")).out.partition("exit codes:\n")[2].partition("\n\n")[0]
+    assert f"```\n{codes}\n```\n" in text
+
+
 @pytest.mark.parametrize("verb", VERBS)
 async def test_every_verb_has_help(ctl: Ctl, verb: str) -> None:
     done = await ctl(verb, "--help")
