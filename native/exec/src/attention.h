@@ -80,26 +80,34 @@ struct Attention {
     const int stride = scores_stride(tile);
     const float* weights = tile.scores + static_cast<std::ptrdiff_t>(first) * stride;
     float* out = tile.output + static_cast<std::ptrdiff_t>(first) * tile.padded_size;
-    int longest = 0;
-    for (int i = 0; i < Count; ++i) longest = keys[i] > longest ? keys[i] : longest;
+    int shortest = keys[0];
+    for (int i = 1; i < Count; ++i) shortest = keys[i] < shortest ? keys[i] : shortest;
     for (int d = 0; d < tile.head_size; d += 16) {
       const auto width = static_cast<std::size_t>(tile.head_size - d);
+      const auto row = [&](int key) {
+        return load_first_bf16<Isa>(v_page + static_cast<std::ptrdiff_t>(key) * tile.head_size + d,
+                                    width);
+      };
       F acc[Count];
 #pragma GCC unroll 4
       for (int i = 0; i < Count; ++i) {
         acc[i] = Isa::mul(Isa::load(out + i * tile.padded_size + d), Isa::set1(rescale[i]));
       }
-      for (int key = 0; key < longest; ++key) {
-        const F v = load_first_bf16<Isa>(
-            v_page + static_cast<std::ptrdiff_t>(key) * tile.head_size + d, width);
+      for (int key = 0; key < shortest; ++key) {
+        const F v = row(key);
 #pragma GCC unroll 4
         for (int i = 0; i < Count; ++i) {
-          // A key that the query must not see is left out, not given weight zero: 0 * inf.
-          if (key < keys[i]) acc[i] = Isa::fma(Isa::set1(weights[i * stride + key]), v, acc[i]);
+          acc[i] = Isa::fma(Isa::set1(weights[i * stride + key]), v, acc[i]);
         }
       }
-#pragma GCC unroll 4
-      for (int i = 0; i < Count; ++i) Isa::store(out + i * tile.padded_size + d, acc[i]);
+      // A key that only some queries may see is left out of the others, not given weight zero:
+      // what lies there may be infinite.
+      for (int i = 0; i < Count; ++i) {
+        for (int key = shortest; key < keys[i]; ++key) {
+          acc[i] = Isa::fma(Isa::set1(weights[i * stride + key]), row(key), acc[i]);
+        }
+        Isa::store(out + i * tile.padded_size + d, acc[i]);
+      }
     }
   }
 

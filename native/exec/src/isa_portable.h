@@ -115,12 +115,14 @@ struct PortableIsa {
   }
   static void prefetch(const std::byte* /*address*/) {}
 
-  static std::uint64_t stream_read(const std::byte* data, std::size_t length_bytes) {
-    std::uint64_t sum = 0;
-    const auto* words = reinterpret_cast<const std::uint64_t*>(data);
-    for (std::size_t i = 0; i < length_bytes / sizeof(*words); ++i) sum ^= words[i];
+  // One cache line of a stream, mixed into `sum`.
+  using Line = std::uint64_t;
+  static Line mix(Line sum, const std::byte* line) {
+    const auto* words = reinterpret_cast<const std::uint64_t*>(line);
+    for (int i = 0; i < 8; ++i) sum ^= words[i];
     return sum;
   }
+  static std::uint64_t fold(Line sum) { return sum; }
 };
 
 }  // namespace

@@ -1,5 +1,8 @@
 // Instantiates every kernel for one instruction set.
 #pragma once
+#include <cstddef>
+#include <cstdint>
+
 #include "attention.h"
 #include "format_bf16.h"
 #include "kernels.h"
@@ -7,6 +10,27 @@
 
 namespace freetoken::exec {
 namespace {
+
+// The exclusive or of all words, read as the products read weights: in four streams.
+template <class Isa>
+std::uint64_t stream_read(const std::byte* data, std::size_t length_bytes) {
+  constexpr std::size_t kStreams = 4;
+  constexpr std::size_t kLine = 64;
+  const std::size_t stride = length_bytes / (kStreams * kLine) * kLine;
+  typename Isa::Line sum[kStreams] = {};
+  for (std::size_t i = 0; i < stride; i += kLine) {
+#pragma GCC unroll 4
+    for (std::size_t s = 0; s < kStreams; ++s) {
+      sum[s] = Isa::mix(sum[s], data + s * stride + i);
+    }
+  }
+  std::uint64_t all = 0;
+  for (const auto& part : sum) all ^= Isa::fold(part);
+  for (std::size_t i = kStreams * stride; i + 8 <= length_bytes; i += 8) {
+    all ^= *reinterpret_cast<const std::uint64_t*>(data + i);
+  }
+  return all;
+}
 
 template <class Isa>
 constexpr Kernels make_kernels() {
@@ -16,7 +40,7 @@ constexpr Kernels make_kernels() {
           .attend = Attention<Isa>::attend,
           .attend_merge = Attention<Isa>::merge,
           .attend_finish = Attention<Isa>::finish,
-          .stream_read = Isa::stream_read};
+          .stream_read = stream_read<Isa>};
 }
 
 }  // namespace
