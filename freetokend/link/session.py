@@ -112,6 +112,7 @@ class EngineSession:
         self.description: EngineDescription | None = None
         self.stats = EngineStats()
         self.load: LoadProgress | None = None
+        self.cause = ""  # why it ends, as soon as it does
         self.liveness = Liveness(limits, clock())
         self._launch = launch
         self._server = server
@@ -223,10 +224,12 @@ class EngineSession:
         watch = asyncio.create_task(self._watch(), name="engine-watch")
         try:
             await asyncio.wait({exited, detached}, return_when=asyncio.FIRST_COMPLETED)
+            self.cause = self._cause(exited.result() if exited.done() else "")
             self._enter(EngineState.RESTARTING)  # no request may be given to it any more
             expected = {exited, detached} if self._was_attached() else {exited}
             await asyncio.wait(expected, timeout=_LAST_WORDS_S)
-            self._events.session_lost(self._cause(exited.result() if exited.done() else ""))
+            self.cause = self._cause(exited.result() if exited.done() else "")
+            self._events.session_lost(self.cause)
             await asyncio.wait({exited}, timeout=_EXIT_S)
             if not exited.done():
                 self.kill("it ended its stream but did not exit")

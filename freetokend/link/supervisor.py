@@ -104,6 +104,7 @@ class EngineSupervisor:
             load=session.load,
             busy=common.busy or session.liveness.busy,
             last_progress_s=session.liveness.progress_s,
+            cause=session.cause or common.cause,
         )
 
     async def changed(self, generation: int) -> int:
@@ -191,7 +192,10 @@ class EngineSupervisor:
                 retry_after_s=_LOADING_RETRY_S,
             )
         state = self._seen_state
-        cause = "" if self._last_end is None else f": the engine {self._last_end.cause}"
+        known = "" if self._last_end is None else self._last_end.cause
+        if self._session is not None and self._session.cause:
+            known = self._session.cause
+        cause = f": the engine {known}" if known else ""
         if state is EngineState.FAILED:
             raise UnavailableError(
                 f"the engine has failed and is not restarted{cause}",
