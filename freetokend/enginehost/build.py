@@ -91,7 +91,7 @@ def build_engine(
         kernel=executor.isa,
         threads_count=executor.threads_count,
         expert_executions=lambda: experts.executions_count,
-        notes=notes,
+        notes=notes + _context_note(kv_plan, facts),
     )
 
 
@@ -104,6 +104,16 @@ def _step_tokens(settings: EngineSettings) -> tuple[int, tuple[str, ...]]:
         f"of {settings.max_running_count} running requests and {LEAST_PREFILL_TOKENS} of a prompt."
     )
     return least, (note,)
+
+
+def _context_note(plan: KvPlan, facts: ModelFacts) -> tuple[str, ...]:
+    """A shorter context than the model's is something to be told."""
+    if plan.servable_context_tokens >= facts.max_context_tokens:
+        return ()
+    return (
+        f"One request can have {plan.servable_context_tokens} of the model's "
+        f"{facts.max_context_tokens} tokens: {plan.split}.",
+    )
 
 
 def _plan_kv(

@@ -8,6 +8,7 @@ import queue
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,17 @@ class BackgroundImport:
             self._error = error
 
 
+class LiveStats:
+    """What heartbeats tell: nothing while loading, then what the loop says. Pinning goes on while
+    no step is computed."""
+
+    def __init__(self) -> None:
+        self.source: Callable[[], EngineStats] = EngineStats
+
+    def __call__(self) -> EngineStats:
+        return self.source()
+
+
 def run_engine(address: str, lifeline_fd: int, model_dir: Path) -> int:
     """The whole process; returns its exit code."""
     set_up_logging("info", "journal" if os.environ.get("JOURNAL_STREAM") else "text")
@@ -77,12 +89,13 @@ def run_engine(address: str, lifeline_fd: int, model_dir: Path) -> int:
     try:
         heavy = BackgroundImport(BUILD_MODULE)
         pool = _take_lifeline(lifeline_fd)
-        client = EngineLinkClient(address, token=take_link_token(), kind="native")
+        live = LiveStats()
+        client = EngineLinkClient(address, token=take_link_token(), kind="native", stats=live)
         settings = client.connect()
         for number in (signal.SIGTERM, signal.SIGINT):
             # A queue that is safe to put to from a handler; the loop treats it as control's word.
             signal.signal(number, partial(_stop, client.inbox))
-        return _Host(client, settings, heavy, log).run(pool, model_dir)
+        return _Host(client, settings, heavy, live, log).run(pool, model_dir)
     except CancelledRequestError:
         log.info("stopped-while-loading")
         return 0
@@ -132,14 +145,17 @@ class _Host:
         client: EngineLinkClient,
         settings: EngineSettings,
         heavy: BackgroundImport,
+        live: LiveStats,
         log: EventLogger,
     ) -> None:
         self._client = client
+        self._live = live
         self._inbox = Inbox(client.inbox)
         self._settings = settings
         self._heavy = heavy
         self._log = log
         self._files = HostFiles()
+        self._told: tuple[LoadStage, int] | None = None
 
     def run(self, pool: ReceivedPool, model_dir: Path) -> int:
         """Load, build, warm up, tell control, serve; the exit code."""
@@ -179,6 +195,7 @@ class _Host:
             gauges=lambda stats: _with_gauges(stats, attached, built),
             log=self._log,
         )
+        self._live.source = loop.stats
         client.set_busy(False)
         described = self._describe(directory, attached, built, backend, first_token_s)
         client.send(described)

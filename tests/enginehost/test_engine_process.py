@@ -36,6 +36,16 @@ class TestComputingEngine:
 
     prompt = (11, 12, 13)
 
+    async def test_the_pool_is_pinned_in_the_background_of_an_idle_engine(
+        self, harness: EngineHarness, mixtral: FtwDirectory
+    ) -> None:
+        snapshot = await harness.wait_until(lambda now: now.stats.pin_done)
+        stats = snapshot.stats
+        assert stats.steps_count == 0
+        assert stats.pool_bytes == mixtral.index.region_bytes
+        # all of it, or a note that says why not
+        assert (stats.pool_pinned_bytes >= stats.pool_bytes) == (stats.pin_note == "")
+
     async def test_its_numbers_are_told(
         self, harness: EngineHarness, mixtral: FtwDirectory
     ) -> None:
@@ -61,15 +71,6 @@ class TestComputingEngine:
             expected = serve(built, [ask("r", self.prompt, 20)]).tokens["r"]
         updates = await harness.collect(greedy("r", self.prompt, 20, ignore_eos=True))
         assert list(token_ids(updates)) == expected
-
-    async def test_the_pool_is_pinned_in_the_background(
-        self, harness: EngineHarness, mixtral: FtwDirectory
-    ) -> None:
-        snapshot = await harness.wait_until(lambda now: now.stats.pin_done)
-        stats = snapshot.stats
-        assert stats.pool_bytes == mixtral.index.region_bytes
-        # all of it, or a note that says why not
-        assert (stats.pool_pinned_bytes >= stats.pool_bytes) == (stats.pin_note == "")
 
     async def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(
         self, harness: EngineHarness

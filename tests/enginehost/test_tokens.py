@@ -131,6 +131,7 @@ def test_chunk_sizes_threads_and_preemption_change_no_token(mixtral: FtwDirector
         mixtral, max_running_count=5, step_tokens=64, kv_bytes=10 * 32 * 256
     ) as built:
         assert built.kv_plan.servable_context_tokens == 320
+        assert any("320 of the model's 4096 tokens" in note for note in built.notes)
         assert serve(built, asked).tokens == expected
         assert built.scheduler.counts().preemptions_count > 0
 
