@@ -1,0 +1,52 @@
+"""The real demo checkpoints for tests, built once per user and reused by every test run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import freetokend.demo
+from freetokend.demo.build import BuildRequest, build
+from freetokend.demo.variants import Variant, plan_bytes
+from freetokend.demo.wheels import default_cache_dir
+
+# A checkpoint of an older plan or builder is 1.4 GB that nobody asks for again.
+_UNUSED_AFTER_S = 12 * 3600
+
+
+def demo_checkpoint(variant: str = "demo") -> Path:
+    """Directory of the built variant ("demo" or "stress"); read only, shared between runs.
+
+    It is keyed by the plan and by the builder's own source, so a change to either builds anew.
+    The first call downloads 93 MB and takes seconds.
+    """
+    kind = Variant(variant)
+    root = default_cache_dir() / "tests"
+    directory = root / f"{kind}-{_build_key(kind)}"
+    build(BuildRequest(out=directory, variant=kind), _report)
+    os.utime(directory)
+    _remove_unused(root)
+    return directory
+
+
+def _build_key(variant: Variant) -> str:
+    package = Path(freetokend.demo.__file__).parent
+    digest = hashlib.sha256(plan_bytes(variant))
+    for source in [*sorted(package.glob("*.py")), package / "plan" / "format.py"]:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _remove_unused(root: Path) -> None:
+    oldest = time.time() - _UNUSED_AFTER_S
+    for directory in root.iterdir():
+        if directory.stat().st_mtime < oldest:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _report(message: str) -> None:
+    print(f"demo checkpoint: {message}", file=sys.stderr)
