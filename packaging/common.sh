@@ -71,12 +71,22 @@ install_stamp() {
   }) | sha256sum | cut -d' ' -f1
 }
 
-# pip_run WHAT ARG...: pip with its own output only when it fails.
+# pip_run WHAT ARG...: pip in the background; says every 10 s how far it is, and shows its own
+# output only when it fails.
 pip_run() {
-  local what=$1 log
+  local what=$1 log pid waited_s=0
   shift
   log=$(mktemp)
-  if ! "$VENV/bin/python" -m pip --disable-pip-version-check "$@" >"$log" 2>&1; then
+  "$VENV/bin/python" -m pip --disable-pip-version-check "$@" >"$log" 2>&1 &
+  pid=$!
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 1
+    waited_s=$((waited_s + 1))
+    if [ $((waited_s % 10)) = 0 ]; then
+      note "$waited_s s: $(grep -v -e WARNING -e '^$' "$log" | tail -n 1 | sed 's/^ *//' | cut -c 1-72)"
+    fi
+  done
+  if ! wait "$pid"; then
     tail -n 25 "$log" >&2
     rm -f "$log"
     die "$what failed (the end of pip's output is above). Without a network to the package index nothing can be installed; a missing compiler is named there."
