@@ -83,7 +83,7 @@ class AccessError(FreetokenError):
 
 
 class UnavailableError(FreetokenError):
-    """Nothing is wrong with the request: retry after a while (queue, loading, draining, restart)."""
+    """Nothing is wrong with the request: retry later (queue full, loading, draining, restart)."""
 
     default_reason = Reason.ENGINE_UNAVAILABLE
 

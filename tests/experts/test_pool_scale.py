@@ -1,4 +1,4 @@
-"""Offsets beyond 32 bits: sparse pools as large as those of very large models, last row executed."""
+"""Offsets beyond 32 bits: sparse pools of the largest models, their last row executed."""
 
 from __future__ import annotations
 

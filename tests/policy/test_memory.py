@@ -86,5 +86,5 @@ def test_the_workspace_grows_with_what_a_step_holds() -> None:
     base = step_workspace_bytes(StepShape(**shape))
     # the logits of 64 rows alone are 12.6 MB, the experts' results of 512 tokens 2.4 MB
     assert 15_000_000 < base < 200_000_000
-    for name in shape:
-        assert step_workspace_bytes(StepShape(**{**shape, name: shape[name] * 2})) > base
+    for name, value in shape.items():
+        assert step_workspace_bytes(StepShape(**{**shape, name: value * 2})) > base
