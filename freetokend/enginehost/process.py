@@ -57,8 +57,17 @@ class BackgroundImport:
         self._thread.start()
 
     def builder(self) -> EngineBuilder:
-        """The module's `build_engine`; raises what its import raised."""
+        """The module's `build_engine`.
+
+        Raises ConfigError when torch or a native module is missing or damaged (a restart cannot
+        help), otherwise what the import raised.
+        """
         self._thread.join()
+        if isinstance(self._error, ImportError):
+            raise ConfigError(
+                f"The engine's libraries cannot be loaded: {self._error}. Install freetokend with "
+                "its engine extra (torch) again."
+            ) from self._error
         if self._error is not None:
             raise self._error
         return cast("EngineBuilder", importlib.import_module(self._module).build_engine)

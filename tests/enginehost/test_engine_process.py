@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from freetokend.core.errors import Reason
+from freetokend.core.errors import ConfigError, Reason
+from freetokend.enginehost.process import BackgroundImport
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import EngineSettings, EngineState, FinishReason
 from freetokend.policy.restart import RestartBudget
@@ -159,3 +160,8 @@ def test_a_scripted_engine_imports_no_torch(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode == 0
+
+
+def test_libraries_that_are_missing_are_a_fault_of_the_installation() -> None:
+    with pytest.raises(ConfigError, match=r"No module named 'freetokend.nothing'.*engine extra"):
+        BackgroundImport("freetokend.nothing").builder()
