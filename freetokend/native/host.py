@@ -70,6 +70,15 @@ def shmem_huge_setting() -> str:
     return chosen[1] if chosen else "never"
 
 
+def open_private_tmpfs_file(size_bytes: int) -> int:
+    """An unnamed file (mode 0600) on a tmpfs of its own with huge=advise; the caller owns the fd.
+
+    The tmpfs is mounted nowhere and goes away with the file. Raises `OSError` where the process
+    may neither mount nor make a user namespace.
+    """
+    return _host.open_private_tmpfs_file(size_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappingPages:
     """How one mapping is backed right now, from /proc/self/smaps."""

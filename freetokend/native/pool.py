@@ -167,24 +167,21 @@ def create_pool_file(
 ) -> PoolFile:
     """Make an empty pool with an unfilled header. No memory is committed but its header page.
 
-    `directory`: a tmpfs to use; None looks for a mounted one with huge pages and room, and takes
-    a memfd when there is none. Raises `ConfigError` (the directory is no usable tmpfs),
-    `ResourceError` (no room in it, or the kernel refuses).
+    `directory`: a tmpfs to use; None looks for a mounted one with huge pages and room, then makes
+    one where that is allowed and of use, and takes a memfd otherwise. Raises `ConfigError` (the
+    directory is no usable tmpfs), `ResourceError` (no room in it, or the kernel refuses).
     """
     if not 0 < region_bytes <= _MAX_REGION_BYTES:
         raise InternalError(f"a pool of {region_bytes} bytes is impossible")
     header = PoolHeader(identity=identity_bytes(identity), region_bytes=region_bytes)
     length_bytes = pool_length_bytes(region_bytes)
     if directory is not None:
-        pool = _on_tmpfs(
-            name, length_bytes, _configured_mount(directory, length_bytes), "it is configured"
-        )
+        pool = _on_configured(name, length_bytes, directory)
     else:
-        mount = _discovered_mount(length_bytes)
         pool = (
-            _on_tmpfs(name, length_bytes, mount, "it is mounted with huge pages")
-            if mount is not None
-            else _on_memfd(name, length_bytes)
+            _on_discovered(name, length_bytes)
+            or _on_private_tmpfs(name, length_bytes)
+            or _on_memfd(name, length_bytes)
         )
     try:
         os.pwrite(pool.fd, header.pack(), 0)
@@ -201,7 +198,7 @@ def create_pool_file(
     return pool
 
 
-def _configured_mount(directory: str, length_bytes: int) -> host.TmpfsMount:
+def _on_configured(name: str, length_bytes: int, directory: str) -> PoolFile:
     real = os.path.realpath(directory)
     if not os.path.isdir(real):
         raise ConfigError(f"pool.directory {directory} is not a directory", param="pool.directory")
@@ -220,10 +217,19 @@ def _configured_mount(directory: str, length_bytes: int) -> host.TmpfsMount:
             "mount it with a larger size= or leave pool.directory at auto",
             param="pool.directory",
         )
-    return host.TmpfsMount(path=real, huge=mount.huge)
+    try:
+        return _on_tmpfs(
+            name, length_bytes, host.TmpfsMount(path=real, huge=mount.huge), "it is configured"
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the pool in {directory}: {error.strerror}; check its owner and mode",
+            param="pool.directory",
+        ) from error
 
 
-def _discovered_mount(length_bytes: int) -> host.TmpfsMount | None:
+def _on_discovered(name: str, length_bytes: int) -> PoolFile | None:
+    """On the best mounted tmpfs with huge pages and room; None when none can be used."""
     usable = []
     for mount in host.tmpfs_mounts():
         if not mount.huge_pages or not os.access(mount.path, os.W_OK | os.X_OK):
@@ -233,7 +239,12 @@ def _discovered_mount(length_bytes: int) -> host.TmpfsMount | None:
             usable.append(mount)
     # A directory that not everybody can fill keeps its room.
     usable.sort(key=lambda mount: (not host.is_private_directory(mount.path), mount.path))
-    return usable[0] if usable else None
+    for mount in usable:
+        try:
+            return _on_tmpfs(name, length_bytes, mount, "it is mounted with huge pages")
+        except OSError:
+            continue  # a foreign user namespace, a quota: nobody asked for this mount
+    return None
 
 
 def _free_bytes(path: str) -> int | None:
@@ -243,13 +254,8 @@ def _free_bytes(path: str) -> int | None:
 
 
 def _on_tmpfs(name: str, length_bytes: int, mount: host.TmpfsMount, why: str) -> PoolFile:
-    try:
-        fd = os.open(mount.path, os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the pool in {mount.path}: {error.strerror}; check its owner and mode",
-            param="pool.directory",
-        ) from error
+    """Raises `OSError` when no file can be made there."""
+    fd = os.open(mount.path, os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600)
     return _sized(
         fd,
         length_bytes,
@@ -260,6 +266,31 @@ def _on_tmpfs(name: str, length_bytes: int, mount: host.TmpfsMount, why: str) ->
             backing="tmpfs",
             page_bytes=host.HUGE_PAGE_BYTES if mount.huge_pages else host.BASE_PAGE_BYTES,
             reason=f"on the tmpfs {mount.path} (huge={mount.huge}) because {why}",
+        ),
+    )
+
+
+def _on_private_tmpfs(name: str, length_bytes: int) -> PoolFile | None:
+    """On a tmpfs made for this pool, where memfds have no huge pages: they load 2-3 times faster.
+
+    None when memfds are as good, or when the process may not make one.
+    """
+    if host.shmem_huge_setting() in host.HUGE_WHEN_ADVISED:
+        return None
+    try:
+        fd = host.open_private_tmpfs_file(length_bytes)
+    except OSError:
+        return None
+    return _sized(
+        fd,
+        length_bytes,
+        PoolFile(
+            fd=fd,
+            name=name,
+            length_bytes=length_bytes,
+            backing="tmpfs",
+            page_bytes=host.HUGE_PAGE_BYTES,
+            reason="on a private tmpfs (huge=advise) because memfds get no huge pages here",
         ),
     )
 

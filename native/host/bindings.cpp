@@ -11,6 +11,7 @@
 #include "loader.hpp"
 #include "mapping.hpp"
 #include "pinner.hpp"
+#include "private_tmpfs.hpp"
 
 namespace py = pybind11;
 namespace fh = freetoken::host;
@@ -147,6 +148,8 @@ PYBIND11_MODULE(_host, m, py::mod_gil_not_used()) {
   bind_mapping(m);
   bind_loader(m);
   bind_pinner(m);
+  m.def("open_private_tmpfs_file", &fh::open_private_tmpfs_file, py::arg("size_bytes"),
+        py::call_guard<py::gil_scoped_release>());
   py::class_<fh::Lifeline>(m, "Lifeline")
       .def(py::init<int, int>(), py::arg("fd"), py::arg("exit_code"))
       .def("stop", &fh::Lifeline::stop, py::call_guard<py::gil_scoped_release>());

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
 import stat
@@ -14,7 +16,7 @@ import pytest
 from freetokend.core.errors import ConfigError, InternalError, ResourceError
 from freetokend.native import host
 from freetokend.native.host import TmpfsMount
-from freetokend.native.pool import POOL_DATA_OFFSET, create_pool_file, read_header
+from freetokend.native.pool import POOL_DATA_OFFSET, PoolMapping, create_pool_file, read_header
 from tests.native.host_support import IDENTITY, run_child
 
 GIB = 1 << 30
@@ -29,7 +31,12 @@ def tmpfs_directory() -> Iterator[Path]:
 
 @pytest.fixture
 def no_huge_mount(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tmpfs with huge pages is mounted."""
+    """No tmpfs with huge pages is mounted, and none can be made."""
+
+    def refuse(size_bytes: int) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(host, "open_private_tmpfs_file", refuse)
     monkeypatch.setattr(host, "tmpfs_mounts", lambda: (TmpfsMount(path="/dev/shm", huge="never"),))
 
 
@@ -118,6 +125,7 @@ def test_a_mounted_tmpfs_with_huge_pages_is_found(
     assert str(private) in pool.reason
 
 
+@pytest.mark.usefixtures("no_huge_mount")
 def test_a_mount_that_is_too_small_is_passed_over(
     tmpfs_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,10 +140,52 @@ def test_a_mount_that_is_too_small_is_passed_over(
     assert pool.backing == "memfd"
 
 
+@pytest.mark.usefixtures("no_huge_mount")
+def test_a_mount_that_nobody_asked_for_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "tmpfs_mounts", lambda: (TmpfsMount(path="/proc", huge="always"),))
+    pool = create_pool_file("freetoken-pool-m", 4096, IDENTITY)
+    pool.close()
+    assert pool.backing == "memfd"
+
+
 def test_impossible_sizes_are_refused() -> None:
     for size_bytes in (0, -1, 1 << 60):
         with pytest.raises(InternalError):
             create_pool_file("freetoken-pool-m", size_bytes, IDENTITY)
+
+
+def test_a_private_tmpfs_is_made_where_memfds_have_no_huge_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the machine forbids it, the pool must still be made, and say what it is."""
+    monkeypatch.setattr(host, "tmpfs_mounts", lambda: ())
+    monkeypatch.setattr(host, "shmem_huge_setting", lambda: "never")
+    before = os.listdir("/proc/self/fd")
+    pool = create_pool_file("freetoken-pool-m", 8 << 20, IDENTITY)
+    try:
+        assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+        assert not os.get_inheritable(pool.fd)
+        if pool.backing == "memfd":
+            with pytest.raises(PermissionError):
+                host.open_private_tmpfs_file(8 << 20)
+            return
+        assert stat.S_IMODE(os.fstat(pool.fd).st_mode) == 0o600
+        assert os.fstat(pool.fd).st_uid == os.geteuid()
+        assert "private tmpfs" in pool.reason
+        with PoolMapping(pool.fd) as mapping:
+            ctypes.memset(mapping.region_address, 1, mapping.region_bytes)
+            assert mapping.pages().page_bytes == pool.page_bytes == 2 << 20
+    finally:
+        pool.close()
+
+
+@pytest.mark.usefixtures("no_huge_mount")
+def test_no_private_tmpfs_where_memfds_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "shmem_huge_setting", lambda: "advise")
+    monkeypatch.setattr(host, "open_private_tmpfs_file", lambda size_bytes: pytest.fail("asked"))
+    pool = create_pool_file("freetoken-pool-m", 4096, IDENTITY)
+    pool.close()
+    assert (pool.backing, pool.page_bytes) == ("memfd", 2 << 20)
 
 
 def test_a_real_huge_tmpfs_backs_the_mapping_with_huge_pages(tmp_path: Path) -> None:
@@ -150,8 +200,21 @@ def test_a_real_huge_tmpfs_backs_the_mapping_with_huge_pages(tmp_path: Path) -> 
         flags = CLONE_NEWNS if os.getuid() == 0 else CLONE_NEWNS | CLONE_NEWUSER
         MS_REC, MS_PRIVATE = 0x4000, 0x40000
         directory = sys.argv[1].encode()
+        uid, gid = os.getuid(), os.getgid()
+
+        def enter():
+            if libc.unshare(flags) != 0:
+                return False
+            if flags & CLONE_NEWUSER:
+                for name, text in (
+                    ("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")
+                ):
+                    with open(f"/proc/self/{name}", "w") as file:
+                        file.write(text)
+            return True
+
         mounted = (
-            libc.unshare(flags) == 0
+            enter()
             and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
             and libc.mount(b"pool", directory, b"tmpfs", 0, b"huge=advise,size=64m,mode=700") == 0
         )
