@@ -34,13 +34,16 @@ def _cpu_model() -> str:
 
 
 def _revision() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:  # no git here, as in an unpacked source archive
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 

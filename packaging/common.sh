@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Shared by packaging/quickstart.sh and tests/run.sh; sourced, never run. Needs ROOT set.
 # Every function says what it does and fails with one sentence that says what to do.
 
@@ -65,10 +66,23 @@ make_venv() {
 # What the native build and the dependencies come from; a change means installing again.
 install_stamp() {
   (cd "$ROOT" && {
-    printf '%s\n' "$@" "${FREETOKEND_TORCH_INDEX:-}"
+    printf '%s\n' "${FREETOKEND_TORCH_INDEX:-}"
     find native proto pyproject.toml CMakeLists.txt packaging/constraints.txt -type f \
       -not -name '*.md' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
   }) | sha256sum | cut -d' ' -f1
+}
+
+# One sentence from a failed pip's log.
+pip_cause() {
+  if grep -qi -e 'No space left' -e 'Errno 28' "$1"; then
+    echo "the disk is full. Make room (a CUDA build of torch takes several gigabytes) and run this again."
+  elif grep -qi -e 'NewConnectionError' -e 'ConnectionError' -e 'Temporary failure in name' -e 'timed out' "$1"; then
+    echo "the package index cannot be reached. Check the network and run this again."
+  elif grep -qi -e 'CMAKE_CXX_COMPILER' -e 'compiler' -e 'CMake Error' "$1"; then
+    echo "the native build failed. Is a C++20 compiler (g++ 12 or newer) installed? The end of the build's output is above."
+  else
+    echo "the end of pip's output is above, all of it is in $1."
+  fi
 }
 
 # pip_run WHAT ARG...: pip in the background; says every 10 s how far it is, and shows its own
@@ -88,19 +102,24 @@ pip_run() {
   done
   if ! wait "$pid"; then
     tail -n 25 "$log" >&2
-    rm -f "$log"
-    die "$what failed (the end of pip's output is above). Without a network to the package index nothing can be installed; a missing compiler is named there."
+    die "$what failed: $(pip_cause "$log")"
   fi
   rm -f "$log"
 }
 
-# install_project EXTRAS TORCH_EXTRA: the project in place, its native modules beside the sources.
+# install_project EXTRA...: the project in place, its native modules beside the sources.
 # torch is asked for by plain name; FREETOKEND_TORCH_INDEX names another index to take it from.
+# The stamp file holds the stamp and every extra that is installed, so that the two commands of
+# the README do not undo each other's work.
 install_project() {
-  local extras=$1 stamp_file=$VENV/.freetokend-stamp stamp
-  stamp=$(install_stamp "$extras")
-  if [ -f "$stamp_file" ] && [ "$(cat "$stamp_file")" = "$stamp" ]; then
-    return 0
+  local stamp_file=$VENV/.freetokend-stamp stamp have='' extra lacking='' extras
+  stamp=$(install_stamp)
+  if [ -f "$stamp_file" ]; then
+    have=$(sed 1d "$stamp_file")
+    for extra in "$@"; do
+      grep -qxF "$extra" <<<"$have" || lacking=1
+    done
+    [ -n "$lacking" ] || [ "$(head -n 1 "$stamp_file")" != "$stamp" ] || return 0
   fi
   rm -f "$stamp_file"
   if [ -n "${FREETOKEND_TORCH_INDEX:-}" ]; then
@@ -109,7 +128,9 @@ install_project() {
       --index-url "$FREETOKEND_TORCH_INDEX" torch
   fi
   say "Installing Python packages and building the native modules (some minutes the first time)"
+  # shellcheck disable=SC2086  # one word per installed extra
+  extras=$(printf '%s\n' $have "$@" | LC_ALL=C sort -u)
   pip_run "Installing freetokend" install -c "$ROOT/packaging/constraints.txt" \
-    -e "$ROOT[$extras]"
-  printf '%s' "$stamp" >"$stamp_file"
+    -e "${ROOT}[$(paste -sd, <<<"$extras")]"
+  printf '%s\n%s\n' "$stamp" "$extras" >"$stamp_file"
 }

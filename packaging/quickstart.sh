@@ -37,7 +37,9 @@ while [ $# -gt 0 ]; do
   esac
 done
 case $PORT in '' | *[!0-9]*) die "--port takes a number from 1 to 65535, not '$PORT'" ;; esac
-[ "$PORT" -ge 1 ] && [ "$PORT" -le 65535 ] || die "--port takes a number from 1 to 65535, not '$PORT'"
+if [ "$PORT" -lt 1 ] || [ "$PORT" -gt 65535 ]; then
+  die "--port takes a number from 1 to 65535, not '$PORT'"
+fi
 
 WORK=${FREETOKEND_QUICKSTART:-$ROOT/.quickstart}
 PID_FILE=$WORK/freetokend.pid LOG=$WORK/freetokend.log
@@ -84,10 +86,12 @@ nvidia_card() {
   return 1
 }
 
-EXTRAS=engine,demo NEED_BYTES=4000000000
+# torch's plain name is a CUDA build on most indexes: count on the larger one unless told otherwise
+EXTRAS=(engine demo) NEED_BYTES=9000000000
+[ -z "${FREETOKEND_TORCH_INDEX:-}" ] || NEED_BYTES=3000000000
 if [ -e /proc/driver/nvidia/version ]; then
   say "NVIDIA driver: $(head -n 1 /proc/driver/nvidia/version)"
-  EXTRAS=engine,gpu,demo NEED_BYTES=14000000000
+  EXTRAS=(engine gpu demo) NEED_BYTES=14000000000
 elif nvidia_card; then
   say "An NVIDIA GPU is in this machine, but no driver is loaded, so it cannot be used: install the driver and run this again. Going on with the CPU."
 else
@@ -98,7 +102,7 @@ apt_install "the virtual environment and the native build" python3 python3-venv 
 mkdir -p "$WORK" || die "cannot create $WORK: choose another place with FREETOKEND_QUICKSTART"
 [ -x "$VENV/bin/freetokend" ] || need_disk_bytes "$ROOT" "$NEED_BYTES" "Setting up"
 make_venv
-install_project "$EXTRAS"
+install_project "${EXTRAS[@]}"
 PY=$VENV/bin/python
 
 if [ -e /proc/driver/nvidia/version ]; then
