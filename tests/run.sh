@@ -40,7 +40,7 @@ fetch_promtool() {
 set_up() {
   apt_install "the virtual environment, the native build and the tests" \
     python3 python3-venv python3-dev g++ cmake ninja-build ca-certificates \
-    systemd clang-format shellcheck
+    systemd shellcheck
   need_disk_bytes "$ROOT" 6000000000 "The test suite"
   fetch_promtool
   make_venv
@@ -50,7 +50,7 @@ set_up() {
 lint() {
   local bin=$VENV/bin
   "$bin/ruff" check . && "$bin/ruff" format --check . && "$bin/mypy" &&
-    find native -type f -regex '.*\.\(cpp\|hpp\|h\)' -exec clang-format --dry-run --Werror {} + &&
+    find native -type f -regex '.*\.\(cpp\|hpp\|h\)' -exec "$bin/clang-format" --dry-run --Werror {} + &&
     shellcheck -x packaging/*.sh tests/run.sh .ci/run
 }
 
