@@ -99,7 +99,7 @@ else
 fi
 
 apt_install "the virtual environment and the native build" python3 python3-venv python3-dev g++ ca-certificates
-mkdir -p "$WORK" || die "cannot create $WORK: choose another place with FREETOKEND_QUICKSTART"
+mkdir -p "$WORK/models" || die "cannot create $WORK: choose another place with FREETOKEND_QUICKSTART"
 [ -x "$VENV/bin/freetokend" ] || need_disk_bytes "$ROOT" "$NEED_BYTES" "Setting up"
 make_venv
 install_project "${EXTRAS[@]}"
@@ -116,12 +116,12 @@ if [ -n "$MODEL" ]; then
   if [ -f "$MODEL/freetoken_weight.json" ]; then
     FTW=$MODEL
   else
-    FTW=$WORK/$(basename "$MODEL").ftw
+    FTW=$WORK/models/$(basename "$MODEL")
     say "Converting $MODEL to FTW (once)"
     "$VENV/bin/freetokenctl" ftw convert "$MODEL" "$FTW"
   fi
 else
-  FTW=$WORK/freetoken-demo-8x135m.ftw
+  FTW=$WORK/models/freetoken-demo-8x135m
   if [ ! -f "$FTW/freetoken_weight.json" ]; then
     need_disk_bytes "$WORK" 3200000000 "The demo model"
     say "Making the demo model: SmolLM2-135M-Instruct upcycled to 8 experts, top-2 (once)"

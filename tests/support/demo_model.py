@@ -13,6 +13,7 @@ import freetokend.demo
 from freetokend.demo.build import BuildRequest, build
 from freetokend.demo.variants import Variant, plan_bytes
 from freetokend.demo.wheels import default_cache_dir
+from freetokend.ftw.convert import convert
 
 # A checkpoint of an older plan or builder is 1.4 GB that nobody asks for again.
 _UNUSED_AFTER_S = 12 * 3600
@@ -50,3 +51,12 @@ def _remove_unused(root: Path) -> None:
 
 def _report(message: str) -> None:
     print(f"demo checkpoint: {message}", file=sys.stderr)
+
+
+def demo_ftw() -> Path:
+    """The demo variant as an FTW directory, converted once and kept beside the checkpoint."""
+    source = demo_checkpoint("demo")
+    directory = source.with_suffix(".ftw")
+    convert(source, directory, progress=lambda _: None)
+    os.utime(directory)
+    return directory
