@@ -277,12 +277,20 @@ class EngineGateway(Protocol):
         """The present state; never blocks."""
         ...
 
+    def check_admission(self) -> None:
+        """Raises what `generate` would raise now, to be asked before any work on a request.
+
+        The one place that words a refusal: `UnavailableError` (loading, draining, engine
+        unavailable, queue full) with a short cause, fit for clients.
+        """
+        ...
+
     def generate(self, request: GenerateRequest) -> SequenceStream:
         """Submit and stream updates; the last one has `finish_reason`.
 
-        Raises `UnavailableError` (loading, draining, engine unavailable, queue full) before
-        anything was submitted. Engine death ends the stream with a `finish_reason` ERROR update
-        of reason ENGINE_FAILED. Closing the iterator (`aclose`) cancels within one step.
+        Raises as `check_admission` does, before anything was submitted. Engine death ends the
+        stream with a `finish_reason` ERROR update of reason ENGINE_FAILED. Closing the iterator
+        (`aclose`) cancels within one step.
         """
         ...
 

@@ -113,10 +113,46 @@ class EngineSupervisor:
             await self._change.wait()
         return self._generation
 
+    def check_admission(self) -> None:
+        """See `EngineGateway`. What the engine printed is for status and journal, not told here."""
+        if self._draining:
+            raise UnavailableError(
+                "the service is draining and takes no new requests",
+                reason=Reason.DRAINING,
+                retry_after_s=_LOADING_RETRY_S,
+            )
+        state = self._seen_state
+        known = "" if self._last_end is None else self._last_end.cause
+        if self._session is not None and self._session.cause:
+            known = self._session.cause
+        cause = f": the engine {known}" if known else ""
+        if state is EngineState.FAILED:
+            raise UnavailableError(
+                f"the engine has failed and is not restarted{cause}",
+                retry_after_s=_FAILED_RETRY_S,
+            )
+        if state is not EngineState.READY:
+            if self._last_end is not None or state is EngineState.RESTARTING:
+                raise UnavailableError(
+                    f"the engine is being restarted{cause}", retry_after_s=self._retry_after_s()
+                )
+            raise UnavailableError(
+                "the model is being loaded", reason=Reason.LOADING, retry_after_s=_LOADING_RETRY_S
+            )
+        settings = self._launch.settings
+        limit_count = settings.max_running_count + settings.max_waiting_count
+        if len(self._requests) >= limit_count:
+            raise UnavailableError(
+                f"{len(self._requests)} requests are running or waiting, which is the limit "
+                "([engine] max_running_count + max_waiting_count)",
+                reason=Reason.QUEUE_FULL,
+                retry_after_s=_QUEUE_RETRY_S,
+            )
+
     def generate(self, request: GenerateRequest) -> UpdateStream:
         """See `EngineGateway`. The refusal is raised by this call itself, before any iteration."""
         session = self._session
-        self._check_admission()
+        self.check_admission()
         stream = self._requests.open(request.request_id, self._cancel)
         if session is not None:
             session.send(request)
@@ -182,42 +218,6 @@ class EngineSupervisor:
         self._requests.fail_all(
             Reason.ENGINE_FAILED, f"the engine {cause}; the request is lost, send it again"
         )
-
-    def _check_admission(self) -> None:
-        """Raises `UnavailableError` with the truthful reason when no request can be taken now."""
-        if self._draining:
-            raise UnavailableError(
-                "the service is draining and takes no new requests",
-                reason=Reason.DRAINING,
-                retry_after_s=_LOADING_RETRY_S,
-            )
-        state = self._seen_state
-        known = "" if self._last_end is None else self._last_end.cause
-        if self._session is not None and self._session.cause:
-            known = self._session.cause
-        cause = f": the engine {known}" if known else ""
-        if state is EngineState.FAILED:
-            raise UnavailableError(
-                f"the engine has failed and is not restarted{cause}",
-                retry_after_s=_FAILED_RETRY_S,
-            )
-        if state is not EngineState.READY:
-            if self._last_end is not None or state is EngineState.RESTARTING:
-                raise UnavailableError(
-                    f"the engine is being restarted{cause}", retry_after_s=self._retry_after_s()
-                )
-            raise UnavailableError(
-                "the model is being loaded", reason=Reason.LOADING, retry_after_s=_LOADING_RETRY_S
-            )
-        settings = self._launch.settings
-        limit_count = settings.max_running_count + settings.max_waiting_count
-        if len(self._requests) >= limit_count:
-            raise UnavailableError(
-                f"{len(self._requests)} requests are running or waiting, which is the limit "
-                "([engine] max_running_count + max_waiting_count)",
-                reason=Reason.QUEUE_FULL,
-                retry_after_s=_QUEUE_RETRY_S,
-            )
 
     def _retry_after_s(self) -> float:
         until_s = 0.0 if self._next_restart_s is None else self._next_restart_s - self._clock()

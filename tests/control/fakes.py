@@ -90,9 +90,12 @@ class FakeGateway:
             await self._change.wait()
         return self._generation
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[SequenceUpdate]:
+    def check_admission(self) -> None:
         if self.refusal is not None:
             raise self.refusal
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[SequenceUpdate]:
+        self.check_admission()
         return self._updates()
 
     async def _updates(self) -> AsyncIterator[SequenceUpdate]:

@@ -255,6 +255,16 @@ async def test_refusals_are_counted_by_reason_wherever_they_are_raised(
     assert seen["freetoken_requests_finished_total{model=demo,outcome=cancelled}"] == 0
 
 
+async def test_a_refused_admission_is_counted_once(
+    gateway: FakeGateway, plane: ControlPlane
+) -> None:
+    plane.gateway.check_admission()
+    gateway.refusal = UnavailableError("draining", reason=Reason.DRAINING)
+    with pytest.raises(UnavailableError):
+        plane.gateway.check_admission()
+    assert samples(plane)["freetoken_requests_refused_total{model=demo,reason=draining}"] == 1
+
+
 async def test_http_requests_by_route_template_method_and_status(plane: ControlPlane) -> None:
     await call(plane, path="/v1/models/a", route="/v1/models/{model}")
     await call(plane, path="/v1/models/b", route="/v1/models/{model}")

@@ -183,6 +183,36 @@ async def test_last_lines_of_a_crash_are_in_the_cause_and_pass_through() -> None
             assert sorted(harness.lines) == ["<3>no such kernel", "out"]
 
 
+_DIES_THEN_HANGS = """
+import pathlib, signal, sys
+marker = pathlib.Path(sys.argv[1])
+if marker.exists():
+    signal.pause()
+marker.touch()
+sys.exit("the user's secret, in an engine log line")
+"""
+
+
+async def test_refusal_after_a_death_is_a_restart_and_tells_no_log_lines() -> None:
+    """While the second engine starts, nothing is "being loaded" for the first time."""
+    with tempfile.TemporaryDirectory(prefix="ftk-") as name:
+        argv = (sys.executable, "-c", _DIES_THEN_HANGS, f"{name}/marker")
+        async with supervised(argv, directory=Path(name), budget=FAST) as harness:
+            seen = await harness.wait_until(
+                lambda s: s.state is EngineState.STARTING and s.restarts_count == 1
+            )
+            assert "secret" in seen.cause, "status and journal do get the line"
+            with pytest.raises(UnavailableError, match="being restarted") as asked:
+                harness.supervisor.check_admission()
+            with pytest.raises(UnavailableError) as refused:
+                harness.supervisor.generate(greedy("r"))
+            for refusal in (asked.value, refused.value):
+                assert refusal.reason is Reason.ENGINE_UNAVAILABLE
+                assert "exit code 1" in refusal.message
+                assert "secret" not in refusal.message
+                assert refusal.retry_after_s is not None
+
+
 async def test_missing_engine_program_is_named() -> None:
     with tempfile.TemporaryDirectory(prefix="ftk-") as name:
         argv = (f"{name}/freetokend-engine",)
@@ -196,9 +226,13 @@ async def test_queue_is_bounded() -> None:
     async with scripted_engine({"tokens": CYCLE, "step_s": 0.01}, settings=settings) as harness:
         await harness.wait_state(EngineState.READY)
         streams = [harness.supervisor.generate(greedy(f"r{i}")) for i in range(3)]
-        with pytest.raises(UnavailableError) as refusal:
-            harness.supervisor.generate(greedy("r3"))
-        assert refusal.value.reason is Reason.QUEUE_FULL
+        for attempt in (
+            harness.supervisor.check_admission,
+            lambda: harness.supervisor.generate(greedy("r3")),
+        ):
+            with pytest.raises(UnavailableError) as refusal:
+                attempt()
+            assert refusal.value.reason is Reason.QUEUE_FULL
         async with asyncio.timeout(DEADLINE_S):
             for stream in streams:
                 assert [u async for u in stream][-1].finish_reason is FinishReason.LENGTH

@@ -108,6 +108,14 @@ class MeteredGateway:
         """See `EngineGateway`."""
         return await self._inner.changed(generation)
 
+    def check_admission(self) -> None:
+        """See `EngineGateway`; a refusal is counted, as the request goes no further."""
+        try:
+            self._inner.check_admission()
+        except FreetokenError as error:
+            self._meter.refused(error)
+            raise
+
     def generate(self, request: GenerateRequest) -> MeteredStream:
         """See `EngineGateway`; a refusal is counted and passed on."""
         try:
