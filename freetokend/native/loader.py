@@ -51,9 +51,9 @@ class LoadSettings:
     use_uring: bool = True
     use_direct: bool = True
     chunk_bytes: int = 2 << 20
-    start_depth_count: int = 4
+    start_depth_count: int = 8
     max_depth_count: int = 64
-    workers_count: int = 0  # 0: one per allowed CPU, at most 8
+    workers_count: int = 0  # 0: the loader's choice
     poll_s: float = 0.1
 
 

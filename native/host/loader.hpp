@@ -37,9 +37,9 @@ struct LoadOptions {
   bool use_uring = true;
   bool use_direct = true;
   std::uint32_t chunk_bytes = 2U << 20;  // a multiple of 4096
-  std::uint32_t start_depth_count = 4;
+  std::uint32_t start_depth_count = 8;
   std::uint32_t max_depth_count = 64;
-  std::uint32_t workers_count = 0;  // 0: one per allowed CPU, at most 8
+  std::uint32_t workers_count = 0;  // 0: chosen here
   // Replaces the queues of the workers; for tests that inject faults.
   std::function<std::unique_ptr<ReadQueue>()> make_queue;
 };
