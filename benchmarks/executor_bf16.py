@@ -61,7 +61,9 @@ class Memory:
 
     def __init__(self, length_bytes: int) -> None:
         size = -(-length_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        self._map = mmap.mmap(-1, size + HUGE_PAGE_BYTES)
+        self._map = mmap.mmap(
+            -1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         self._map.madvise(mmap.MADV_HUGEPAGE)
         memory = np.frombuffer(self._map, np.uint8)
         start = -memory.ctypes.data % HUGE_PAGE_BYTES

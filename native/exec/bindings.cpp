@@ -22,7 +22,7 @@ using Release = py::call_guard<py::gil_scoped_release>;
 
 template <class T>
 T* at(Address address) {
-  return reinterpret_cast<T*>(address);
+  return reinterpret_cast<T*>(address);  // NOLINT(performance-no-int-to-ptr): the interface
 }
 
 Executor* make_executor(std::vector<int> cpus, double spin_s, const std::string& isa) {

@@ -93,23 +93,24 @@ class PairWork {
 
   AttentionTile tile(const PartView& result) const {
     const std::size_t head_offset = kv_head_ * call_.page_tokens * call_.head_size;
-    return {.q = q_,
-            .q_ends = ends_,
-            .queries = static_cast<int>(run_->tokens_count * call_.q_heads / call_.kv_heads),
-            .k_pages = call_.k_pages + head_offset,
-            .v_pages = call_.v_pages + head_offset,
-            .page_row = call_.page_table + run_->sequence * call_.max_pages,
-            .page_stride = call_.kv_heads * call_.page_tokens * call_.head_size,
-            .head_size = static_cast<int>(call_.head_size),
-            .padded_size = static_cast<int>(padded(call_.head_size)),
-            .page_tokens = static_cast<int>(call_.page_tokens),
-            .scale = call_.scale,
-            .key_begin = 0,
-            .key_end = run_->key_end,
-            .scores = scores_,
-            .maximum = result.maximum,
-            .sum = result.sum,
-            .output = result.output};
+    return {
+        .q = q_,
+        .q_ends = ends_,
+        .queries = static_cast<std::ptrdiff_t>(run_->tokens_count * call_.q_heads / call_.kv_heads),
+        .k_pages = call_.k_pages + head_offset,
+        .v_pages = call_.v_pages + head_offset,
+        .page_row = call_.page_table + run_->sequence * call_.max_pages,
+        .page_stride = call_.kv_heads * call_.page_tokens * call_.head_size,
+        .head_size = static_cast<std::ptrdiff_t>(call_.head_size),
+        .padded_size = static_cast<std::ptrdiff_t>(padded(call_.head_size)),
+        .page_tokens = static_cast<std::ptrdiff_t>(call_.page_tokens),
+        .scale = call_.scale,
+        .key_begin = 0,
+        .key_end = run_->key_end,
+        .scores = scores_,
+        .maximum = result.maximum,
+        .sum = result.sum,
+        .output = result.output};
   }
 
   void attend(std::size_t split, const PartView& result) const {
@@ -134,7 +135,7 @@ class PairWork {
   void finish() const {
     const std::size_t group = call_.q_heads / call_.kv_heads;
     AttentionTile rows = tile(total());
-    rows.queries = static_cast<int>(group);
+    rows.queries = static_cast<std::ptrdiff_t>(group);
     for (std::size_t i = 0; i < run_->tokens_count; ++i) {
       const std::size_t head = (run_->first_token + i) * call_.q_heads + kv_head_ * group;
       kernels_.attend_finish(rows, call_.out + head * call_.head_size);
@@ -196,7 +197,7 @@ void Executor::attend_pairs(const AttentionCall& call) {
 
 // Few pairs with long contexts: the parts run in parallel, then each pair merges its own.
 void Executor::attend_parts(const AttentionCall& call) {
-  float* parts = attention_.parts.get<float>(attention_.part_floats * attention_.parts_count);
+  auto* parts = attention_.parts.get<float>(attention_.part_floats * attention_.parts_count);
   const auto part = [&](const AttentionRun& run, std::size_t head, std::size_t split) {
     const std::size_t number = run.first_part + head * run.splits_count + split;
     return part_view(parts + number * attention_.part_floats, attention_.queries_max);

@@ -12,7 +12,7 @@ namespace freetoken::exec {
 namespace {
 
 // Rows that one worker takes at a time in row-wise operations, by elements.
-constexpr std::size_t kRowsTileElements = 32 * 1024;
+constexpr std::size_t kRowsTileElements = std::size_t{32} << 10;
 
 // body(row) for every row, spread over the workers when it is worth waking them.
 template <class Body>

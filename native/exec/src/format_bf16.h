@@ -55,29 +55,28 @@ struct Bf16Format {
     }
   }
 
-  template <int Blocks, int Width, int Step>
+  template <std::size_t Blocks, std::size_t Width, int Step>
   static inline __attribute__((always_inline)) void step(const std::byte* weights,
                                                          std::size_t block_bytes,
                                                          const Activation* x,
                                                          F (&acc)[Blocks][Width]) {
 #pragma GCC unroll 8
-    for (int b = 0; b < Blocks; ++b) {
-      const auto w =
-          Isa::template decode<Step>(weights + static_cast<std::size_t>(b) * block_bytes);
+    for (std::size_t b = 0; b < Blocks; ++b) {
+      const auto w = Isa::template decode<Step>(weights + b * block_bytes);
 #pragma GCC unroll 16
-      for (int t = 0; t < Width; ++t) {
+      for (std::size_t t = 0; t < Width; ++t) {
         acc[b][t] = Isa::accumulate(acc[b][t], w, x + Step * Width + t);
       }
     }
   }
 
-  template <int Blocks, int Width>
+  template <std::size_t Blocks, std::size_t Width>
   static void tile(const std::byte* weights, std::size_t columns, const Activation* x, float* out) {
     F acc[Blocks][Width];
 #pragma GCC unroll 8
-    for (int b = 0; b < Blocks; ++b) {
+    for (std::size_t b = 0; b < Blocks; ++b) {
 #pragma GCC unroll 16
-      for (int t = 0; t < Width; ++t) acc[b][t] = Isa::zero();
+      for (std::size_t t = 0; t < Width; ++t) acc[b][t] = Isa::zero();
     }
     const std::size_t pairs = ceil_div(columns, 2);
     const std::size_t block_bytes = pairs * kPairBytes;
@@ -92,21 +91,21 @@ struct Bf16Format {
     for (std::size_t pair = ahead; pair < pairs; ++pair) columns_pair();
     for (std::size_t pair = 0; pair < ahead; ++pair) {
 #pragma GCC unroll 8
-      for (int b = 0; b < Blocks; ++b) {
-        Isa::prefetch(weights + static_cast<std::size_t>(b) * block_bytes + ahead_bytes);
+      for (std::size_t b = 0; b < Blocks; ++b) {
+        Isa::prefetch(weights + b * block_bytes + ahead_bytes);
       }
       columns_pair();
     }
 #pragma GCC unroll 8
-    for (int b = 0; b < Blocks; ++b) {
+    for (std::size_t b = 0; b < Blocks; ++b) {
 #pragma GCC unroll 16
-      for (int t = 0; t < Width; ++t) Isa::store(out + (b * Width + t) * 16, acc[b][t]);
+      for (std::size_t t = 0; t < Width; ++t) Isa::store(out + (b * Width + t) * 16, acc[b][t]);
     }
   }
 
   // `blocks` blocks in groups as large as the registers allow.
-  template <int Width, int Blocks = Isa::row_blocks(Width)>
-  static void dot_width(const std::byte* weights, int blocks, std::size_t columns,
+  template <std::size_t Width, std::size_t Blocks = Isa::row_blocks(Width)>
+  static void dot_width(const std::byte* weights, std::size_t blocks, std::size_t columns,
                         const Activation* x, float* acc) {
     const std::size_t block_bytes = rows16_block_bytes(columns);
     for (; blocks >= Blocks; blocks -= Blocks) {
@@ -119,18 +118,18 @@ struct Bf16Format {
     }
   }
 
-  template <int... Index>
-  static void dot_any(std::integer_sequence<int, Index...> /*widths*/, const std::byte* weights,
-                      int blocks, std::size_t columns, const std::byte* panel, int width,
-                      float* acc) {
+  template <std::size_t... Index>
+  static void dot_any(std::index_sequence<Index...> /*widths*/, const std::byte* weights,
+                      std::size_t blocks, std::size_t columns, const std::byte* panel,
+                      std::size_t width, float* acc) {
     const auto* x = reinterpret_cast<const Activation*>(panel);
     ((width == Index + 1 ? dot_width<Index + 1>(weights, blocks, columns, x, acc) : void()), ...);
   }
 
   static void dot(const std::byte* weights, int blocks, std::size_t columns, const std::byte* panel,
                   int width, float* acc) {
-    dot_any(std::make_integer_sequence<int, Isa::kMaxWidth>{}, weights, blocks, columns, panel,
-            width, acc);
+    dot_any(std::make_index_sequence<Isa::kMaxWidth>{}, weights, static_cast<std::size_t>(blocks),
+            columns, panel, static_cast<std::size_t>(width), acc);
   }
 
   static void swiglu(const float* acc, int block_pairs, int width, std::size_t first_row,
@@ -155,7 +154,7 @@ struct Bf16Format {
 
   static constexpr FormatKernels table() {
     return {.block_bytes = [](std::size_t columns) { return rows16_block_bytes(columns); },
-            .max_width = Isa::kMaxWidth,
+            .max_width = static_cast<int>(Isa::kMaxWidth),
             .panel_bytes = panel_bytes,
             .pack_panel = pack_panel,
             .dot = dot,

@@ -15,8 +15,10 @@ struct Avx2Isa {
   // Widest panel and row blocks per inner loop: at least 8 accumulators where they fit (two pipes
   // times four cycles of FMA latency), at most 10: with 12 the 16 registers spill (measured: 65
   // instead of 97 GFLOP/s at width 6).
-  static constexpr int kMaxWidth = 5;
-  static constexpr int row_blocks(int width) { return width == 1 ? 4 : width == 2 ? 2 : 1; }
+  static constexpr std::size_t kMaxWidth = 5;
+  static constexpr std::size_t row_blocks(std::size_t width) {
+    return width == 1 ? 4 : width == 2 ? 2 : 1;
+  }
 
   struct F {
     __m256 lo, hi;

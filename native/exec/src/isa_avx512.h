@@ -13,8 +13,8 @@ namespace {
 struct Avx512Isa {
   static constexpr const char* kName = "avx512";
   // 12 to 20 accumulators where they fit: of 32 registers the compiler spills from 22 on.
-  static constexpr int kMaxWidth = 8;
-  static constexpr int row_blocks(int width) { return width <= 5 ? 4 : 2; }
+  static constexpr std::size_t kMaxWidth = 8;
+  static constexpr std::size_t row_blocks(std::size_t width) { return width <= 5 ? 4 : 2; }
 
   using F = __m512;
 

@@ -32,8 +32,8 @@ inline float fused_multiply_add(float a, float b, float c) {
 
 struct PortableIsa {
   static constexpr const char* kName = "portable";
-  static constexpr int kMaxWidth = 4;
-  static constexpr int row_blocks(int /*width*/) { return 1; }
+  static constexpr std::size_t kMaxWidth = 4;
+  static constexpr std::size_t row_blocks(std::size_t /*width*/) { return 1; }
 
   struct F {
     float v[16];

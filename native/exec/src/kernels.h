@@ -31,14 +31,14 @@ struct FormatKernels {
 struct AttentionTile {
   const float* q;              // [queries][padded_size], zero padded
   const std::int32_t* q_ends;  // [queries] query i sees keys [0, q_ends[i])
-  int queries;
+  std::ptrdiff_t queries;
   const Bf16* k_pages;  // of this kv head: element 0 of page 0
   const Bf16* v_pages;
   const std::int32_t* page_row;  // page numbers of the sequence
   std::size_t page_stride;       // elements from a page to the next
-  int head_size;
-  int padded_size;  // head_size rounded up to 16
-  int page_tokens;
+  std::ptrdiff_t head_size;
+  std::ptrdiff_t padded_size;  // head_size rounded up to 16
+  std::ptrdiff_t page_tokens;
   float scale;
   std::int64_t key_begin;
   std::int64_t key_end;

@@ -8,7 +8,7 @@ namespace freetoken::exec {
 namespace {
 
 // Below this the calling thread packs alone: waking the others costs more.
-constexpr std::size_t kPackAloneElements = 64 * 1024;
+constexpr std::size_t kPackAloneElements = std::size_t{64} << 10;
 constexpr int kWidestPanel = 16;
 
 }  // namespace

@@ -19,7 +19,7 @@ struct ProductTile {
 
 // Bounds of one tile. 256 KiB of weights are read in 5 to 10 us: long against the cost of a claim
 // (about 0.1 us), short against a step, and they stay in L2 while several panels use them.
-inline constexpr std::size_t kTileBytes = 256 * 1024;
+inline constexpr std::size_t kTileBytes = std::size_t{256} << 10;
 inline constexpr std::size_t kTileBlocks = 32;
 inline constexpr std::size_t kTileTokens = 48;
 inline constexpr std::size_t kTilesPerWorker = 8;

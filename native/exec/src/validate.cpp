@@ -43,9 +43,7 @@ void require_position(const Call& call, std::size_t token) {
 
 }  // namespace
 
-void require(bool condition, std::string_view message) {
-  if (!condition) throw std::invalid_argument(std::string(message));
-}
+void refuse(std::string_view message) { throw std::invalid_argument(std::string(message)); }
 
 void require_aligned(const void* address, std::string_view name) {
   const auto value = reinterpret_cast<std::uintptr_t>(address);

@@ -11,7 +11,10 @@ struct ExpertsCall;
 struct StoreKvCall;
 struct AttentionCall;
 
-void require(bool condition, std::string_view message);
+[[noreturn]] void refuse(std::string_view message);
+inline void require(bool condition, std::string_view message) {
+  if (!condition) refuse(message);
+}
 // 64-byte alignment, which the kernels' loads rely on; null is refused too.
 void require_aligned(const void* address, std::string_view name);
 // 0 <= value, and value < bound unless bound is 0 (unknown).
