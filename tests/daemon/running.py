@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from tests.support.scripted import engine_environment, write_script
-from tests.support.tiny_text import write_tiny_text
+from tests.support.tiny_tokenizer import write_tiny_text
 
 DEADLINE_S = 60.0
 

@@ -17,7 +17,7 @@ from freetokend.link.messages import EngineState
 from freetokend.serving.app import Readiness, create_app
 from freetokend.serving.model_text import ModelText, load_model_text
 from tests.support.scripted import EngineHarness, scripted_engine
-from tests.support.tiny_text import write_tiny_text
+from tests.support.tiny_tokenizer import write_tiny_text
 
 
 @dataclass

@@ -19,7 +19,7 @@ from freetokend.serving.openai_requests import (
     parse_completion_request,
     template_messages,
 )
-from tests.support.tiny_text import write_tiny_text
+from tests.support.tiny_tokenizer import MIN_VOCAB, special_token_ids, write_tiny_text
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -183,7 +183,8 @@ def test_no_template_refuses_chat_but_text_works(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="/v1/completions"):
         text.render_chat(HELLO)
     assert text.decode(text.encode_plain("still works")) == "still works"
-    assert text.eos_token_ids == (2, 0)
+    specials = special_token_ids(MIN_VOCAB)
+    assert text.eos_token_ids == (specials["<|im_end|>"], specials["<|endoftext|>"])
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "tokenizer_config.json"])

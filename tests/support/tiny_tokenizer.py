@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKER_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -35,8 +38,42 @@ def special_token_ids(vocab: int) -> dict[str, int]:
     return {token: first + i for i, token in enumerate(SPECIAL_TOKENS + MARKER_TOKENS)}
 
 
-def write_tiny_tokenizer(directory: Path, vocab: int) -> None:
+def tiny_tokenizer(vocab: int = MIN_VOCAB) -> Tokenizer:
+    """The tokenizer itself; with MIN_VOCAB nothing is merged: one id a byte."""
+    return Tokenizer.from_str(json.dumps(_tokenizer_document(vocab)))
+
+
+def write_tiny_text(directory: Path, *, template: str | None = CHAT_TEMPLATE) -> Path:
+    """All files of a model's text side, without merges; <|im_end|> and <|endoftext|> end."""
+    write_tiny_tokenizer(directory, MIN_VOCAB, template=template)
+    specials = special_token_ids(MIN_VOCAB)
+    end = [specials["<|im_end|>"], specials["<|endoftext|>"]]
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": end[0]}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    return directory
+
+
+def write_tiny_tokenizer(
+    directory: Path, vocab: int, *, template: str | None = CHAT_TEMPLATE
+) -> None:
     """tokenizer.json, tokenizer_config.json and chat_template.jinja; `vocab` >= MIN_VOCAB."""
+    document = _tokenizer_document(vocab)
+    (directory / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 4096,
+    }
+    if template is not None:
+        settings["chat_template"] = template
+        (directory / "chat_template.jinja").write_text(template)
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def _tokenizer_document(vocab: int) -> dict[str, Any]:
     if vocab < MIN_VOCAB:
         raise ValueError(f"the tokenizer needs {MIN_VOCAB} ids, the model has {vocab}")
     merges = _merges(vocab)
@@ -55,7 +92,7 @@ def write_tiny_tokenizer(directory: Path, vocab: int) -> None:
         for token, token_id in specials.items()
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    document = {
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -77,18 +114,6 @@ def write_tiny_tokenizer(directory: Path, vocab: int) -> None:
             "merges": [merge.split(" ") for merge in merges],
         },
     }
-    (directory / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 4096,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
 def _merges(vocab: int) -> tuple[str, ...]:
