@@ -6,7 +6,7 @@ import pytest
 
 from freetokend.native import host
 from freetokend.native.host import MappingPages, TmpfsMount, parse_tmpfs_mounts
-from tests.native.host_support import new_mapping
+from tests.native.host_support import new_mapping, wait_until
 
 
 def test_mounts_are_parsed_with_their_huge_option() -> None:
@@ -53,8 +53,7 @@ def test_pages_of_a_mapping_count_what_was_touched_and_locked() -> None:
         resident_bytes = mapping.pages().resident_bytes
         assert resident_bytes >= 1 << 20
         pinning = mapping.pin(step_bytes=64 << 10)
-        while not pinning.state().done:
-            pass
+        wait_until(lambda: pinning.state().done, "pinning ends")
         state = pinning.state()
         assert mapping.pages().locked_bytes == state.pinned_bytes > 0
 
