@@ -17,9 +17,10 @@ import uvloop
 from freetokend.core import logs
 from freetokend.core.config import gather_facts, load_config, resolve
 from freetokend.core.errors import FreetokenError, Reason, reaction
+from freetokend.core.host_facts import HostFiles, read_host_memory
 from freetokend.daemon.notify import ServiceManager
 from freetokend.daemon.options import Options, parse_options
-from freetokend.daemon.preflight import check_memory, check_model, read_host_memory
+from freetokend.daemon.preflight import check_memory, check_model
 from freetokend.daemon.service import Service, ServicePlan
 
 _log = logs.logger(__name__)
@@ -56,7 +57,8 @@ def make_plan(options: Options) -> ServicePlan:
     index = None
     if options.script_file is None:
         index = check_model(Path(config.model.path))
-        check_memory(index, read_host_memory(config.pool.max_bytes))
+        cap_bytes = config.pool.max_bytes or None
+        check_memory(index, read_host_memory(HostFiles(), cap_bytes))
     return ServicePlan(config=config, facts=facts, index=index, script_file=options.script_file)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from freetokend.core.errors import InternalError
+from freetokend.core.host_facts import HostMemory
 from freetokend.ftw.index import FtwIndex
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.native import host
@@ -23,7 +24,7 @@ from freetokend.native.pool import (
     pool_length_bytes,
     read_header,
 )
-from freetokend.policy.memory import HostMemory, MemoryDemand, require_host_memory
+from freetokend.policy.memory import MemoryDemand, require_host_memory
 
 _BLOCK_BYTES: Final = 512  # the unit of st_blocks
 

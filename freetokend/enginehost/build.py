@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts, model_facts
 from freetokend.engine.step import Engine
 from freetokend.enginehost.built import BuiltEngine
@@ -21,12 +22,7 @@ from freetokend.link.messages import EngineSettings
 from freetokend.models.registry import build_model
 from freetokend.native.executor import Executor
 from freetokend.policy.kv_sizing import KvDemand, KvPlan, KvShape, size_kv
-from freetokend.policy.memory import (
-    DEFAULT_HEADROOM_BYTES,
-    HostMemory,
-    StepShape,
-    step_workspace_bytes,
-)
+from freetokend.policy.memory import DEFAULT_HEADROOM_BYTES, StepShape, step_workspace_bytes
 from freetokend.scheduler.limits import SchedulerLimits
 from freetokend.scheduler.scheduler import Scheduler
 from freetokend.tensor.pool_weights import PoolWeights

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts
 from freetokend.engine.work import StepEngine
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.link.messages import EngineSettings
 from freetokend.policy.kv_sizing import KvPlan
-from freetokend.policy.memory import HostMemory
 from freetokend.scheduler.scheduler import Scheduler
 
 

@@ -22,11 +22,12 @@ from freetokend.core.errors import (
     Reason,
     reaction,
 )
+from freetokend.core.host_facts import HostFiles, cpu_name, read_host_memory
 from freetokend.core.logs import EventLogger, logger, set_up_logging
 from freetokend.enginehost.attach import AttachedPool, attach_pool
 from freetokend.enginehost.backend import BackendChoice, choose_backend, find_gpus
 from freetokend.enginehost.built import BuiltEngine, EngineBuilder
-from freetokend.enginehost.host_facts import HostFiles, cpu_name, host_memory, read_cpu_choice
+from freetokend.enginehost.host_facts import read_cpu_choice
 from freetokend.enginehost.inbox import Inbox, Incoming
 from freetokend.enginehost.loop import StepLoop
 from freetokend.enginehost.probe import TokenProbe
@@ -176,7 +177,7 @@ class _Host:
         attached = attach_pool(
             pool,
             directory,
-            host_memory(self._files),
+            read_host_memory(self._files),
             progress=self._reading,
             cancel=self._inbox.stop,
         )
@@ -188,7 +189,7 @@ class _Host:
             attached.mapping.region_address,
             settings,
             cpus.cpus,
-            host_memory(self._files),
+            read_host_memory(self._files),
             on_layer=client.progress,
         )
         self._log.info("kv-sized", split=built.kv_plan.split)

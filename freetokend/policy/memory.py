@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from freetokend.core.errors import Reason, ResourceError
+from freetokend.core.host_facts import HostMemory
 
 GIB: Final = 1 << 30
 # The household's other programs: below this the kernel starts to reclaim file caches in earnest.
@@ -19,19 +20,6 @@ DEFAULT_HEADROOM_BYTES: Final = 768 << 20
 def gib(value_bytes: int) -> str:
     """Bytes for people, in GiB with two digits."""
     return f"{value_bytes / GIB:.2f} GiB"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostMemory:
-    """What the machine allows this service to take now.
-
-    mem_available_bytes: MemAvailable. cgroup_available_bytes: the tightest memory.max - usage on
-    the way up, or None when there is no limit. cap_bytes: the configured cap on the pool, or None.
-    """
-
-    mem_available_bytes: int
-    cgroup_available_bytes: int | None = None
-    cap_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from freetokend.core.host_facts import HostMemory
 from freetokend.enginehost.attach import AttachedPool, attach_pool
 from freetokend.enginehost.build import build_engine
 from freetokend.enginehost.built import BuiltEngine
@@ -17,7 +18,6 @@ from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import EngineSettings, GenerateRequest, Sampling, SequenceUpdate
 from freetokend.native.lifeline import ReceivedPool
 from freetokend.native.pool import create_pool_file
-from freetokend.policy.memory import HostMemory
 
 PLENTY = HostMemory(mem_available_bytes=8 << 30)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from freetokend.core.errors import CancelledRequestError, ResourceError
+from freetokend.core.host_facts import HostMemory
 from freetokend.enginehost.attach import attach_pool, expected_page_bytes
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.native.host import BASE_PAGE_BYTES, HUGE_PAGE_BYTES
@@ -20,7 +21,6 @@ from freetokend.native.pool import (
     create_pool_file,
     read_header,
 )
-from freetokend.policy.memory import HostMemory
 from tests.enginehost.local_engine import PLENTY, attach, converted, new_pool
 from tests.support.tiny_checkpoints import write_tiny_mixtral
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from freetokend.core.errors import Reason, ResourceError
+from freetokend.core.host_facts import HostMemory
 from freetokend.policy.memory import (
-    HostMemory,
     MemoryDemand,
     StepShape,
     host_memory_preflight,

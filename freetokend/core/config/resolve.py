@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import posixpath
 from collections.abc import Mapping
 from typing import Final
@@ -22,14 +21,11 @@ from freetokend.core.config.resolved import (
 )
 from freetokend.core.config.schema import AUTO, SCHEMA, TomlScalar
 from freetokend.core.errors import ConfigError
+from freetokend.core.host_facts import cpu_limit
 from freetokend.core.runtime_dir import ADMIN_SOCKET_NAME, MONITOR_SOCKET_NAME
-from freetokend.core.units import GIB, format_bytes
 
 # sun_path holds 108 bytes with its closing zero.
 _SOCKET_PATH_LIMIT_BYTES: Final = 107
-# What the rest of the machine and the daemon itself need beside the weights.
-_HEADROOM_BYTES: Final = GIB
-_HEADROOM_RATIO: Final = 0.1
 
 
 def resolve(config: Config, facts: EnvironmentFacts) -> ResolvedConfig:
@@ -119,13 +115,7 @@ class _Decision:
     def engine(self) -> None:
         """Backend, threads and what is left to the engine."""
         if self._is_auto("engine.backend"):
-            driver = self._facts.nvidia_driver
-            why = (
-                f"an NVIDIA driver ({driver}) is loaded, but this version computes on the CPU only"
-                if driver
-                else "no NVIDIA driver is loaded"
-            )
-            self._set("engine.backend", "cpu", why)
+            self._set("engine.backend", "cpu", self._why_the_cpu())
         self._threads()
         if self._is_auto("engine.kv_bytes"):
             self._leave(
@@ -138,13 +128,20 @@ class _Decision:
                 "as long as the model and the memory for keys and values allow",
             )
 
+    def _why_the_cpu(self) -> str:
+        driver, cards = self._facts.nvidia_driver, ", ".join(self._facts.nvidia_cards)
+        if driver:
+            return (
+                f"an NVIDIA driver ({driver}) is loaded, but this version computes on the CPU only"
+            )
+        if cards:
+            return f"an NVIDIA GPU (PCI {cards}) is present, but no NVIDIA driver is loaded"
+        return "no NVIDIA GPU is present"
+
     def _threads(self) -> None:
         facts = self._facts
-        limit = max(1, facts.allowed_cpus_count)
-        limit_reason = f"this process may use {limit} CPUs"
-        if facts.cpu_quota_count is not None and math.ceil(facts.cpu_quota_count) < limit:
-            limit = max(1, math.ceil(facts.cpu_quota_count))
-            limit_reason = f"the control group grants {facts.cpu_quota_count:.3g} CPUs"
+        allowed = cpu_limit(facts.allowed_cpus_count, facts.cpu_quota_count)
+        limit, limit_reason = allowed.count, allowed.reason
         if self._is_auto("engine.threads"):
             cores = max(1, facts.physical_cores_count)
             if cores <= limit:
@@ -167,7 +164,7 @@ class _Decision:
         elif self.values["pool.directory"]:
             self._directory("pool.directory", "", "")
         if self._is_auto("pool.max_bytes"):
-            self._pool_limit()
+            self._leave("pool.max_bytes", "as much as is free at the start, less a headroom")
         if self._is_auto("log.format"):
             journal = facts.stderr_is_journal
             self._set(
@@ -175,24 +172,6 @@ class _Decision:
                 "journal" if journal else "text",
                 "standard error is the journal" if journal else "standard error is no journal",
             )
-
-    def _pool_limit(self) -> None:
-        facts = self._facts
-        known = {
-            "the machine": facts.memory_total_bytes,
-            "the control group": facts.memory_limit_bytes,
-        }
-        limits = {who: size for who, size in known.items() if size is not None}
-        if not limits:
-            self._leave("pool.max_bytes", "no limit: the machine's memory could not be read")
-            return
-        who = min(limits, key=lambda name: limits[name])
-        headroom_bytes = max(_HEADROOM_BYTES, int(limits[who] * _HEADROOM_RATIO))
-        self._set(
-            "pool.max_bytes",
-            max(0, limits[who] - headroom_bytes),
-            f"memory of {who} ({format_bytes(limits[who])}) less {format_bytes(headroom_bytes)}",
-        )
 
     def across_keys(self) -> None:
         """Rules between keys."""
