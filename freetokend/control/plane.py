@@ -63,7 +63,6 @@ class ControlPlane:
         self.state = StateKeeper(
             gateway=gateway,
             config=config,
-            nvidia_driver=facts.nvidia_driver,
             version=version,
             pid=os.getpid(),
             totals=self.metrics.totals,

@@ -77,7 +77,6 @@ class StateKeeper:
         *,
         gateway: EngineGateway,
         config: ResolvedConfig,
-        nvidia_driver: str,
         version: str,
         pid: int,
         totals: Callable[[], RequestTotals],
@@ -86,7 +85,6 @@ class StateKeeper:
     ) -> None:
         self._gateway = gateway
         self._config = config
-        self._nvidia_driver = nvidia_driver
         self._version = version
         self._pid = pid
         self._totals = totals
@@ -95,6 +93,8 @@ class StateKeeper:
         self._started_s = clock()
         self._window = RateWindow()
         self._raised_s: dict[str, float] = {}
+        self._ready_pid: int | None = None
+        self._ready_since_s = 0.0
         self._http_address = ""
         self._generation = 1
         self._change = asyncio.Event()
@@ -178,6 +178,16 @@ class StateKeeper:
             for warning in health.warnings
         )
 
+    def _healthy_for_s(self, snapshot: EngineSnapshot) -> float:
+        """How long the present engine has been ready; a drain does not start it anew."""
+        if snapshot.description is None:
+            self._ready_pid = None
+            return 0.0
+        if snapshot.pid != self._ready_pid:
+            self._ready_pid = snapshot.pid
+            self._ready_since_s = self._clock()
+        return max(0.0, self._clock() - self._ready_since_s)
+
     def _health_inputs(
         self, snapshot: EngineSnapshot, progress_age_s: float, next_restart_s: float | None
     ) -> HealthInputs:
@@ -194,7 +204,7 @@ class StateKeeper:
             waiting_count=stats.waiting_count,
             max_waiting_count=engine.max_waiting_count,
             http_host=self._config.http.host,
-            nvidia_driver=self._nvidia_driver,
+            healthy_for_s=self._healthy_for_s(snapshot),
             asked_context_tokens=engine.max_context_tokens,
             load_stage="" if load is None else load.stage,
             load_done_bytes=0 if load is None else load.done_bytes,

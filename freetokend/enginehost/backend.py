@@ -10,28 +10,42 @@ from typing import Final
 import pynvml
 
 from freetokend.core.errors import ConfigError
+from freetokend.core.host_facts import HostFiles, NvidiaCard, nvidia_cards
+from freetokend.policy.health import GPU_NOT_USED
 
 GPU_BACKENDS: Final = ("fused", "offload", "hybrid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuPresence:
-    """What can be seen of NVIDIA GPUs. `problem`: why their names are not known, if so."""
+    """What can be seen of NVIDIA GPUs: by their driver, on the PCI bus and in /dev.
+
+    `problem` says why the driver names none, if it does not.
+    """
 
     names: tuple[str, ...] = ()
-    devices_count: int = 0
+    cards: tuple[NvidiaCard, ...] = ()
+    device_nodes: tuple[str, ...] = ()
     problem: str = ""
 
     @property
     def present(self) -> bool:
-        return bool(self.names) or self.devices_count > 0
+        return bool(self.names or self.cards or self.device_nodes)
 
     def describe(self) -> str:
-        """For example "NVIDIA H200" or "2 NVIDIA GPUs (their driver does not answer: ...)"."""
+        """A clause such as "present but not used: NVIDIA H200" or "an NVIDIA GPU (PCI
+        0000:01:00.0) is present but no driver answers: ..."; empty without a GPU."""
         if self.names:
-            return ", ".join(self.names)
-        count = f"{self.devices_count} NVIDIA GPU{'s' if self.devices_count != 1 else ''}"
-        return f"{count} (the driver does not answer: {self.problem})" if self.problem else count
+            return f"present but not used: {', '.join(self.names)}"
+        if not self.present:
+            return ""
+        if self.cards:
+            where, count = "PCI " + ", ".join(c.pci_address for c in self.cards), len(self.cards)
+        else:
+            where, count = ", ".join(self.device_nodes), len(self.device_nodes)
+        what = "an NVIDIA GPU" if count == 1 else f"{count} NVIDIA GPUs"
+        be = "is" if count == 1 else "are"
+        return f"{what} ({where}) {be} present but no driver answers: {self.problem}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,29 +76,42 @@ def choose_backend(asked: str, gpus: GpuPresence) -> BackendChoice:
     found = gpus.describe()
     return BackendChoice(
         backend="cpu",
-        reason=f"this build computes on the CPU only; present but not used: {found}",
-        notes=(
-            f"A GPU is present but the CPU serves, because this build has no GPU backend: {found}.",
-        ),
+        reason=f"this build computes on the CPU only; {found}",
+        notes=(f"{GPU_NOT_USED}, because this build has no GPU backend; {found}.",),
     )
 
 
 def find_gpus(
     *,
+    files: HostFiles | None = None,
     device_glob: str = "/dev/nvidia[0-9]*",
     nvml_names: Callable[[], tuple[str, ...]] | None = None,
 ) -> GpuPresence:
-    """Look for GPUs through NVML and, should it not answer, through the device nodes."""
-    devices_count = len(glob.glob(device_glob))
+    """Ask the driver through NVML; a GPU that it does not name is looked for on the PCI bus and
+    among the device nodes."""
+    cards = nvidia_cards(files or HostFiles())
     names: tuple[str, ...] = ()
-    problem = ""
+    problem = "it lists no GPU"
     try:
         names = (nvml_names or names_from_nvml)()
     except Exception as error:  # whatever a broken driver raises must not keep the CPU from serving
         problem = f"{type(error).__name__}: {error}"
     return GpuPresence(
-        names=names, devices_count=devices_count, problem=problem if devices_count else ""
+        names=names,
+        cards=cards,
+        device_nodes=tuple(sorted(glob.glob(device_glob))),
+        problem="" if names else _bound_driver(cards) + problem,
     )
+
+
+def _bound_driver(cards: tuple[NvidiaCard, ...]) -> str:
+    """What the kernel has to do with the cards, when that explains more than NVML can."""
+    if not cards:
+        return ""
+    others = sorted({card.driver for card in cards} - {"nvidia", ""})
+    if others:
+        return f"the kernel gave it to the driver {', '.join(others)}; "
+    return "" if any(card.driver for card in cards) else "no kernel driver is bound to it; "
 
 
 def names_from_nvml() -> tuple[str, ...]:

@@ -46,6 +46,8 @@ class Thresholds:
     kv_ratio: float = 0.95
     # Weights in 4 KiB pages read 4-9 % slower than in huge ones.
     huge_page_bytes: int = 2 << 20
+    # A restart is news for so long; then its count and cause in status are enough.
+    calm_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +55,13 @@ class HealthInputs:
     """Everything that health is decided from.
 
     `served` is False until an engine was ready in this life: the fields after it are then unused.
+    `healthy_for_s`: how long the present engine has been ready, 0 while it is not.
     """
 
     state: HealthState
     cause: str = ""
     restarts_count: int = 0
+    healthy_for_s: float = 0.0
     next_restart_s: float | None = None
     busy: bool = False
     progress_age_s: float = 0.0
@@ -65,7 +69,6 @@ class HealthInputs:
     waiting_count: int = 0
     max_waiting_count: int = 0
     http_host: str = "127.0.0.1"
-    nvidia_driver: str = ""
     asked_context_tokens: int = 0
     load_stage: str = ""
     load_done_bytes: int = 0
@@ -124,6 +127,9 @@ CODES: Final[Mapping[str, Severity]] = MappingProxyType(
     }
 )
 
+# How the engine's note begins that names a GPU beside a CPU that serves.
+GPU_NOT_USED: Final = "A GPU is present but the CPU serves"
+
 _ORDER: Final = (Severity.ERROR, Severity.WARNING, Severity.INFO)
 
 
@@ -131,7 +137,7 @@ def assess(inputs: HealthInputs, thresholds: Thresholds | None = None) -> Health
     """The health of `inputs`; total, and the same for the same inputs."""
     limits = thresholds or Thresholds()
     stalled = inputs.busy and inputs.progress_age_s >= limits.stall_s
-    found = [*_life(inputs, stalled), *_load(inputs, limits), *_standing(inputs, limits)]
+    found = [*_life(inputs, limits, stalled), *_load(inputs, limits), *_standing(inputs, limits)]
     warnings = [HealthWarning(code=code, severity=CODES[code], text=text) for code, text in found]
     return Health(
         alive=inputs.state not in (HealthState.FAILED, HealthState.STOPPED),
@@ -169,7 +175,7 @@ def _loading_text(inputs: HealthInputs) -> str:
     return f"the model is being loaded: {format_bytes(done)} of {format_bytes(total)}"
 
 
-def _life(inputs: HealthInputs, stalled: bool) -> Iterator[tuple[str, str]]:
+def _life(inputs: HealthInputs, limits: Thresholds, stalled: bool) -> Iterator[tuple[str, str]]:
     cause = inputs.cause or "no cause was given"
     match inputs.state:
         case HealthState.FAILED:
@@ -188,7 +194,7 @@ def _life(inputs: HealthInputs, stalled: bool) -> Iterator[tuple[str, str]]:
                 f"New requests are refused, {inputs.running_count} are still running. "
                 "`freetokenctl resume` ends the drain.",
             )
-        case _ if inputs.restarts_count:
+        case _ if inputs.restarts_count and inputs.healthy_for_s < limits.calm_s:
             times = "once" if inputs.restarts_count == 1 else f"{inputs.restarts_count} times"
             yield "engine-was-restarted", f"The engine was restarted {times}; last cause: {cause}."
     if stalled:
@@ -228,12 +234,6 @@ def _standing(inputs: HealthInputs, limits: Thresholds) -> Iterator[tuple[str, s
     if inputs.backend == "scripted":
         yield "scripted-engine", "Answers come from a script: no model is loaded."
         return
-    if inputs.nvidia_driver and not inputs.device.startswith("cuda"):
-        yield (
-            "gpu-not-used",
-            f"An NVIDIA driver ({inputs.nvidia_driver}) is loaded, but the model runs on "
-            f"{inputs.device}.",
-        )
     asked, servable = inputs.asked_context_tokens, inputs.servable_context_tokens
     if asked > servable:
         yield (
@@ -242,7 +242,7 @@ def _standing(inputs: HealthInputs, limits: Thresholds) -> Iterator[tuple[str, s
             "the model or the memory for keys and values allows no more.",
         )
     for note in inputs.notes:
-        yield "engine-note", note
+        yield ("gpu-not-used" if note.startswith(GPU_NOT_USED) else "engine-note"), note
     if inputs.pin_wanted and inputs.pin_done and inputs.pinned_bytes < inputs.pool_bytes:
         note = f": {inputs.pin_note}" if inputs.pin_note else ""
         yield (

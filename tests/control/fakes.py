@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,11 +94,11 @@ class FakeGateway:
         if self.refusal is not None:
             raise self.refusal
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[SequenceUpdate]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[SequenceUpdate, None]:
         self.check_admission()
         return self._updates()
 
-    async def _updates(self) -> AsyncIterator[SequenceUpdate]:
+    async def _updates(self) -> AsyncGenerator[SequenceUpdate, None]:
         try:
             for item in self.answer:
                 if isinstance(item, FreetokenError):
@@ -137,7 +137,7 @@ class FakeOperations:
 
 def facts() -> EnvironmentFacts:
     """This machine's facts, as if it had no GPU."""
-    return replace(gather_facts(), nvidia_driver="")
+    return replace(gather_facts(), nvidia_driver="", nvidia_cards=())
 
 
 def config(runtime_dir: Path, **overrides: object) -> ResolvedConfig:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from freetokend.link.messages import EngineState
 from freetokend.policy.health import (
     CODES,
+    GPU_NOT_USED,
     HealthInputs,
     HealthState,
     Severity,
@@ -91,7 +92,16 @@ def test_alive_and_ready(state: HealthState, alive: bool, ready: bool) -> None:
             "950 of 1000 pages",
         ),
         ({"http_host": "0.0.0.0"}, "http-exposed", "0.0.0.0"),
-        ({"nvidia_driver": "580.1"}, "gpu-not-used", "runs on cpu"),
+        (
+            {"notes": (f"{GPU_NOT_USED}: NVIDIA H200.",)},
+            "gpu-not-used",
+            "the CPU serves: NVIDIA H200.",
+        ),
+        (
+            {"restarts_count": 1, "cause": "x", "healthy_for_s": 299.9},
+            "engine-was-restarted",
+            "last cause: x",
+        ),
         ({"asked_context_tokens": 65536}, "context-below-asked", "65536 tokens, but 32768"),
         ({"notes": ("cache too small",)}, "engine-note", "cache too small"),
         (
@@ -121,11 +131,11 @@ def test_each_warning(changes: dict[str, object], code: str, words: str) -> None
         {"kv_pages_used_count": 1000},
         {"kv_pages_used_count": 0, "kv_pages_total_count": 0, "waiting_count": 1},
         {"asked_context_tokens": 32768},
-        {"nvidia_driver": "580.1", "device": "cuda:GPU-1"},
+        {"restarts_count": 1, "cause": "x", "healthy_for_s": 300.0},
         {"pinned_bytes": 0, "pin_done": False},
         {"pinned_bytes": 0, "pin_wanted": False},
         {"pool_bytes": 0, "pinned_bytes": 0},
-        {"served": False, "pool_page_bytes": 4096, "nvidia_driver": "580.1"},
+        {"served": False, "pool_page_bytes": 4096, "notes": (GPU_NOT_USED,)},
     ],
 )
 def test_what_is_no_warning(changes: dict[str, object]) -> None:

@@ -32,7 +32,6 @@ async def keeper(gateway: FakeGateway, clock: Clock) -> StateKeeper:
     return StateKeeper(
         gateway=gateway,
         config=config(Path("/run/x")),
-        nvidia_driver="",
         version="1",
         pid=7,
         totals=RequestTotals,
@@ -119,3 +118,22 @@ async def test_changes_of_engine_and_daemon_wake_those_who_wait(
     follower.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await follower
+
+
+async def test_a_restart_is_a_warning_until_the_new_engine_has_served_for_minutes(
+    keeper: StateKeeper, gateway: FakeGateway, clock: Clock
+) -> None:
+    def codes() -> list[str]:
+        return [raised.warning.code for raised in keeper.state().warnings]
+
+    gateway.set(restarts_count=1, cause="killed", pid=8)
+    assert codes() == ["engine-was-restarted"]
+    clock.now_s += 200.0
+    gateway.set(state=EngineState.DRAINING)
+    assert codes() == ["draining"]
+    gateway.set(state=EngineState.READY, state_since_s=clock.now_s)
+    assert codes() == ["engine-was-restarted"]
+    clock.now_s += 100.0
+    assert codes() == [], "a drain does not make the news new"
+    gateway.set(restarts_count=2, pid=9)
+    assert codes() == ["engine-was-restarted"]

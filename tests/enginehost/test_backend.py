@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from freetokend.core.errors import ConfigError, Reason
+from freetokend.core.host_facts import HostFiles, NvidiaCard
 from freetokend.enginehost.backend import GpuPresence, choose_backend, find_gpus
 
 NONE = GpuPresence()
-TWO = GpuPresence(names=("NVIDIA RTX 4060", "NVIDIA H200"), devices_count=2)
-MUTE = GpuPresence(devices_count=1, problem="NVMLError_DriverNotLoaded: Driver Not Loaded")
+TWO = GpuPresence(names=("NVIDIA RTX 4060", "NVIDIA H200"), device_nodes=("/dev/nvidia0",))
+CARD = NvidiaCard(pci_address="0000:01:00.0", driver="")
+MUTE = GpuPresence(cards=(CARD,), problem="NVMLError_DriverNotLoaded: Driver Not Loaded")
+NODES = GpuPresence(device_nodes=("/dev/nvidia0", "/dev/nvidia1"), problem="X")
 
 
 @pytest.mark.parametrize("asked", ["auto", "cpu"])
@@ -25,7 +28,15 @@ def test_without_a_gpu_the_cpu_serves_and_there_is_nothing_to_note(asked: str) -
 @pytest.mark.parametrize("asked", ["auto", "cpu"])
 @pytest.mark.parametrize(
     ("gpus", "text"),
-    [(TWO, "NVIDIA RTX 4060, NVIDIA H200"), (MUTE, "1 NVIDIA GPU (the driver does not answer: ")],
+    [
+        (TWO, "present but not used: NVIDIA RTX 4060, NVIDIA H200"),
+        (
+            MUTE,
+            "an NVIDIA GPU (PCI 0000:01:00.0) is present but no driver answers: "
+            "NVMLError_DriverNotLoaded: Driver Not Loaded",
+        ),
+        (NODES, "2 NVIDIA GPUs (/dev/nvidia0, /dev/nvidia1) are present but no driver answers: X"),
+    ],
 )
 def test_a_gpu_that_is_not_used_is_named(asked: str, gpus: GpuPresence, text: str) -> None:
     choice = choose_backend(asked, gpus)
@@ -49,15 +60,56 @@ def broken() -> tuple[str, ...]:
     raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
 
-def test_finding_gpus_survives_a_broken_driver(tmp_path: Path) -> None:
-    (tmp_path / "nvidia0").touch()
-    found = find_gpus(device_glob=f"{tmp_path}/nvidia[0-9]*", nvml_names=broken)
+@pytest.fixture
+def files(tmp_path: Path) -> HostFiles:
+    """A machine with one NVIDIA card and its sound device."""
+    for address, kind in (("0000:01:00.0", "0x030000"), ("0000:01:00.1", "0x040300")):
+        device = tmp_path / "pci" / address
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x10de\n")
+        (device / "class").write_text(f"{kind}\n")
+    return HostFiles(pci_root=tmp_path / "pci")
+
+
+@pytest.mark.parametrize(
+    ("driver", "words"),
+    [
+        ("", "(PCI 0000:01:00.0) is present but no driver answers: no kernel driver is bound"),
+        ("nouveau", "answers: the kernel gave it to the driver nouveau; OSError: libnvidia-ml"),
+        ("nvidia", "answers: OSError: libnvidia-ml.so.1: cannot open shared object file"),
+    ],
+)
+def test_a_card_whose_driver_is_missing_or_broken_is_named(
+    files: HostFiles, driver: str, words: str
+) -> None:
+    if driver:
+        (files.pci_root / "0000:01:00.0/driver").symlink_to(f"/sys/bus/pci/drivers/{driver}")
+    found = find_gpus(files=files, device_glob="/nonexistent", nvml_names=broken)
     assert found.present
-    assert found.devices_count == 1
-    assert "cannot open shared object" in found.problem
-    nothing = find_gpus(device_glob=f"{tmp_path}/other*", nvml_names=broken)
+    assert words in found.describe()
+    choice = choose_backend("auto", found)
+    assert words in choice.reason
+    assert words in choice.notes[0]
+
+
+def test_a_driver_that_lists_nothing_is_no_answer(files: HostFiles) -> None:
+    found = find_gpus(files=files, device_glob="/nonexistent", nvml_names=lambda: ())
+    assert found.describe().endswith("it lists no GPU")
+
+
+def test_device_nodes_count_where_the_bus_is_hidden(tmp_path: Path) -> None:
+    hidden = HostFiles(pci_root=tmp_path / "pci")
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidiactl").touch()
+    pattern = f"{tmp_path}/nvidia[0-9]*"
+    found = find_gpus(files=hidden, device_glob=pattern, nvml_names=broken)
+    assert found.device_nodes == (str(tmp_path / "nvidia0"),)
+    nothing = find_gpus(files=hidden, device_glob="/nonexistent", nvml_names=broken)
     assert not nothing.present
-    assert nothing.problem == "", "no GPU and no driver is no problem"
-    named = find_gpus(device_glob=f"{tmp_path}/nvidia*", nvml_names=lambda: ("NVIDIA H200",))
-    assert named.names == ("NVIDIA H200",)
-    assert named.problem == ""
+    assert nothing.describe() == ""
+
+
+def test_a_driver_that_answers_names_its_gpus(files: HostFiles) -> None:
+    found = find_gpus(files=files, nvml_names=lambda: ("NVIDIA H200",))
+    assert (found.names, found.problem) == (("NVIDIA H200",), "")
+    assert found.describe() == "present but not used: NVIDIA H200"

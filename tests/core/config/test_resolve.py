@@ -97,7 +97,7 @@ def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
     ],
 )
 def test_threads(asked: object, facts: dict[str, object], threads: int, why: str) -> None:
-    resolved = decided({"engine.threads": asked}, **facts)
+    resolved = decided({"engine.threads": asked}, None, **facts)
     assert resolved.engine.threads == threads
     assert why in reason(resolved, "engine.threads")
 
