@@ -201,6 +201,7 @@ class Service:
                 step_tokens=engine.step_tokens,
                 max_context_tokens=engine.max_context_tokens,
                 log_level=config.log.level,
+                log_format=config.log.format,
                 pin_pool=engine.pin_pool,
                 backend=engine.backend,
             ),

@@ -93,7 +93,8 @@ class LiveStats:
 
 def run_engine(address: str, lifeline_fd: int, model_dir: Path) -> int:
     """The whole process; returns its exit code."""
-    set_up_logging("info", "journal" if os.environ.get("JOURNAL_STREAM") else "text")
+    # Until control has said what is wanted: only what nobody may miss.
+    set_up_logging("warning", "journal" if os.environ.get("JOURNAL_STREAM") else "text")
     log = logger(__name__)
     client: EngineLinkClient | None = None
     try:
@@ -102,6 +103,7 @@ def run_engine(address: str, lifeline_fd: int, model_dir: Path) -> int:
         live = LiveStats()
         client = EngineLinkClient(address, token=take_link_token(), kind="native", stats=live)
         settings = client.connect()
+        set_up_logging(settings.log_level, settings.log_format)
         for number in (signal.SIGTERM, signal.SIGINT):
             # A queue that is safe to put to from a handler; the loop treats it as control's word.
             signal.signal(number, partial(_stop, client.inbox))

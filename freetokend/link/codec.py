@@ -204,6 +204,7 @@ def _encode_settings(settings: EngineSettings) -> pb.Welcome:
         step_tokens=settings.step_tokens,
         max_context_tokens=settings.max_context_tokens,
         log_level=settings.log_level,
+        log_format=settings.log_format,
         pin_pool=settings.pin_pool,
         backend=settings.backend,
     )
@@ -219,6 +220,7 @@ def _decode_settings(welcome: pb.Welcome) -> EngineSettings:
         step_tokens=welcome.step_tokens,
         max_context_tokens=welcome.max_context_tokens,
         log_level=welcome.log_level,
+        log_format=welcome.log_format,
         pin_pool=welcome.pin_pool,
         backend=welcome.backend,
     )

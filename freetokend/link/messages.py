@@ -156,6 +156,7 @@ class EngineSettings:
     step_tokens: int = 512
     max_context_tokens: int = 0
     log_level: str = "info"
+    log_format: str = "text"
     pin_pool: bool = True
     backend: str = "auto"
 

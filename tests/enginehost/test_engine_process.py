@@ -165,3 +165,29 @@ def test_a_scripted_engine_imports_no_torch(tmp_path: Path) -> None:
 def test_libraries_that_are_missing_are_a_fault_of_the_installation() -> None:
     with pytest.raises(ConfigError, match=r"No module named 'freetokend.nothing'.*engine extra"):
         BackgroundImport("freetokend.nothing").builder()
+
+
+@pytest.mark.parametrize(
+    ("level", "log_format", "expected"),
+    [
+        ("error", "text", []),
+        (
+            "info",
+            "journal",
+            ["<6>enginehost.process kv-sized", "<6>enginehost.process engine-ready"],
+        ),
+    ],
+)
+async def test_it_logs_as_control_is_told_to(
+    mixtral: FtwDirectory, level: str, log_format: str, expected: list[str]
+) -> None:
+    settings = EngineSettings(
+        model="tiny", max_running_count=4, log_level=level, log_format=log_format
+    )
+    async with native_engine(mixtral, settings=settings) as harness:
+        ready = await harness.wait_state(EngineState.READY)
+        await harness.collect(greedy("r", (1, 2), 3, ignore_eos=True))
+        assert ready.pid is not None
+        os.kill(ready.pid, signal.SIGTERM)
+        await harness.wait_until(lambda now: now.pid != ready.pid)
+    assert [" ".join(line.split()[:2]) for line in harness.lines] == expected

@@ -118,6 +118,7 @@ settings_messages = st.builds(
     step_tokens=u32,
     max_context_tokens=u64,
     log_level=texts,
+    log_format=texts,
     pin_pool=st.booleans(),
     backend=texts,
 )
