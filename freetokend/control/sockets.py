@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable
 from typing import Final
 
-from freetokend.core.errors import ConfigError
+from freetokend.core.errors import ConfigError, Reason, UnavailableError
 
 _PROBE_TIMEOUT_S: Final = 1.0
 
@@ -67,8 +67,8 @@ class SocketPlace:
     def claim(self) -> None:
         """Take the place; removes a socket on which nobody listens any more.
 
-        Raises `ConfigError` when another daemon listens, when something else than a socket lies
-        there, or when the group does not exist.
+        Raises `UnavailableError` when another daemon listens, `ConfigError` when something else
+        than a socket lies there or its directory denies us.
         """
         self._lock()
         try:
@@ -166,9 +166,11 @@ def is_listened_on(path: str) -> bool:
     return True
 
 
-def _occupied(path: str) -> ConfigError:
-    return ConfigError(
+def _occupied(path: str) -> UnavailableError:
+    """Not an error of the configuration: the other one may just be stopping."""
+    return UnavailableError(
         f"another freetokend is running: it listens on {path}. Stop it first "
         "(`freetokenctl stop`), or give this one its own service.runtime_dir and http.port",
+        reason=Reason.ADDRESS_IN_USE,
         param="service.runtime_dir",
     )

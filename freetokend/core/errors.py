@@ -36,6 +36,7 @@ class Reason(StrEnum):
     MODEL_UNSUPPORTED = "model_unsupported"
     HOST_MEMORY = "host_memory"
     DISK_SPACE = "disk_space"
+    ADDRESS_IN_USE = "address_in_use"
     DEVICE_UNUSABLE = "device_unusable"
     IO_FAILED = "io_failed"
     INTERNAL = "internal"
@@ -191,6 +192,7 @@ REACTIONS: Final[Mapping[Reason, Reaction]] = MappingProxyType(
             "RESOURCE_EXHAUSTED", 503, "server_error", "overloaded_error", 71
         ),
         Reason.DISK_SPACE: _reaction("RESOURCE_EXHAUSTED", 503, "server_error", "api_error", 73),
+        Reason.ADDRESS_IN_USE: _reaction("UNAVAILABLE", 503, "server_error", "api_error", 75),
         Reason.DEVICE_UNUSABLE: _reaction(
             "FAILED_PRECONDITION", 503, "server_error", "api_error", 71
         ),

@@ -11,13 +11,15 @@ from typing import Final
 
 from freetokend import __version__
 from freetokend.core.config import parse_override
+from freetokend.daemon.exit_codes import exit_codes_text
 
-_EPILOG: Final = """\
+_EPILOG: Final = f"""\
 The model is an FTW directory; make one from a Hugging Face checkpoint with
 `freetokenctl ftw convert CHECKPOINT DIR`. Without --config, /etc/freetokend/freetokend.toml is
-read if it is there. Exit status: 0 after a stop, 64 wrong usage, 65 model unusable,
-71 machine too small, 78 configuration wrong (a restart cannot help with 64, 65, 78).
-"""
+read if it is there.
+
+exit codes (starting again without a change cannot help after 64, 65 and 78):
+{exit_codes_text()}"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import pytest
 
 from freetokend.control import ControlPlane, serve_control
 from freetokend.control.sockets import SocketPlace, is_listened_on, prepare_directory
-from freetokend.core.errors import ConfigError
+from freetokend.core.errors import ConfigError, UnavailableError
 from tests.control.fakes import FakeGateway, FakeOperations, config, facts
 
 
@@ -107,7 +107,7 @@ def test_a_listener_is_left_alone(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as alive:
         alive.bind(str(path))
         alive.listen()
-        with pytest.raises(ConfigError, match="another freetokend is running"):
+        with pytest.raises(UnavailableError, match="another freetokend is running"):
             SocketPlace(str(path), mode=0o600).claim()
         assert is_listened_on(str(path))
 
@@ -124,7 +124,7 @@ def test_what_is_no_socket_is_never_removed(tmp_path: Path) -> None:
 async def test_a_second_daemon_is_refused_and_the_first_goes_on(
     plane: ControlPlane, runtime_dir: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"listens on .*admin\.sock"):
+    with pytest.raises(UnavailableError, match=r"listens on .*admin\.sock"):
         await serve_control(
             gateway=FakeGateway(),
             config=config(runtime_dir),

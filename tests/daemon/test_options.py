@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from freetokend.core.config import gather_facts, load_config, resolve
-from freetokend.core.errors import ConfigError
+from freetokend.core.errors import REACTIONS, ConfigError, Reason, UnavailableError
+from freetokend.daemon.exit_codes import EXIT_CODES, exit_codes_text
 from freetokend.daemon.http import bind_http, http_address
 from freetokend.daemon.options import parse_options
-from freetokend.daemon.service import ServicePlan, engine_argv, engine_environment
+from freetokend.daemon.service import ServicePlan, engine_argv, engine_environment, listen
 
 
 def test_shorthands_and_set_become_overrides() -> None:
@@ -28,12 +29,17 @@ def test_shorthands_and_set_become_overrides() -> None:
     assert not options.check_config
 
 
-def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_manual_tell_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse_options(["--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
-    assert "78 configuration wrong" in out
+    manual = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    assert exit_codes_text() in out
+    assert f"```\n{exit_codes_text()}```\n" in manual
+    assert len(exit_codes_text().splitlines()) == len(EXIT_CODES)
+    # 66 tells of something that a request asked for.
+    assert set(EXIT_CODES) == {entry.exit_code for entry in REACTIONS.values()} - {66} | {0}
     assert "--scripted" not in out, "a development flag is not advertised"
 
 
@@ -71,3 +77,15 @@ def test_http_addresses() -> None:
 def test_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1 port 0"):
         bind_http("192.0.2.1", 0)
+
+
+def test_what_may_be_free_at_the_next_start_is_no_error_of_the_configuration() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UnavailableError, match=f"port {port}: another program") as caught:
+            listen("127.0.0.1", port)
+    assert caught.value.reason is Reason.ADDRESS_IN_USE
+    with pytest.raises(UnavailableError, match=r"192\.0\.2\.1"):
+        listen("192.0.2.1", 0)  # a network that is still coming up looks the same
+    with pytest.raises(ConfigError, match="no-such-host"):
+        listen("no-such-host.invalid", 0)

@@ -203,7 +203,7 @@ async def test_second_daemon_in_one_place_is_refused() -> None:
         await ready(running)
         place = ("--set", f"service.runtime_dir={running.runtime_dir}")
         async with scripted_daemon(CYCLE, *place) as second:
-            assert await second.wait_exit() == 78
+            assert await second.wait_exit() == 75
             assert "another freetokend is running" in second.log
         async with client(await running.base_url()) as http:
             assert (await http.get("/readyz")).status_code == 200
@@ -284,11 +284,11 @@ async def test_wrong_starts_are_one_sentence_and_a_status(
         assert "Traceback" not in running.log
 
 
-async def test_taken_port_is_named() -> None:
+async def test_taken_port_is_named_and_worth_another_try() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         async with scripted_daemon(CYCLE, "--port", port) as running:
-            assert await running.wait_exit() == 78
+            assert await running.wait_exit() == 75, "free at the next try, perhaps"
             assert re_complaint(running, f"127.0.0.1 port {port}")
 
 

@@ -48,7 +48,7 @@ def verifiable(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("unit", ["service", "mount"])
 def test_systemd_accepts_every_directive(verifiable: Path, unit: str) -> None:
     path = verifiable if unit == "service" else MOUNT
-    done = run("systemd-analyze", "verify", "--man=no", str(path))
+    done = run("systemd-analyze", "verify", "--man=yes", str(path))
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
@@ -90,7 +90,13 @@ def test_errors_that_a_restart_cannot_mend_prevent_it() -> None:
         Reason.INVALID_REQUEST,
     )
     assert prevented == {REACTIONS[reason].exit_code for reason in hopeless}
-    for mendable in (Reason.INTERNAL, Reason.ENGINE_FAILED, Reason.IO_FAILED, Reason.HOST_MEMORY):
+    for mendable in (
+        Reason.INTERNAL,
+        Reason.ENGINE_FAILED,
+        Reason.IO_FAILED,
+        Reason.HOST_MEMORY,
+        Reason.ADDRESS_IN_USE,
+    ):
         assert REACTIONS[mendable].exit_code not in prevented
 
 

@@ -86,7 +86,7 @@ _KEYS: Final = (
     _string(
         "model.path",
         None,
-        "Directory of the model: an FTW directory, or a Hugging Face checkpoint.",
+        "FTW directory of the model, as `freetokenctl ftw convert` makes it.",
     ),
     _string(
         "model.id",
