@@ -81,8 +81,17 @@ def _decode_tokens_per_s(streams: list[Stream]) -> float:
     return tokens / (end_s - begin_s)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A running daemon of the benchmark's own."""
+
+    base_url: str
+    runtime_dir: Path
+
+
 @asynccontextmanager
-async def _service(model_dir: Path) -> AsyncIterator[str]:
+async def service(model_dir: Path) -> AsyncIterator[Service]:
+    """Start a daemon on a free loopback port and wait until it can serve; stop it at the end."""
     with tempfile.TemporaryDirectory(prefix="ftk-") as name:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "freetokend.daemon", "--model", str(model_dir)),
@@ -101,7 +110,7 @@ async def _service(model_dir: Path) -> AsyncIterator[str]:
         try:
             if not base_url:
                 raise RuntimeError("the daemon did not start; run it by hand to see why")
-            yield base_url
+            yield Service(base_url=base_url, runtime_dir=Path(name) / "run")
         finally:
             if process.returncode is None:
                 process.terminate()
@@ -114,9 +123,9 @@ async def _run(arguments: argparse.Namespace) -> list[Row]:
     one_rates: list[float] = []
     many_rates: list[float] = []
     first_tokens: list[float] = []
-    async with _service(arguments.model) as base_url:
+    async with service(arguments.model) as running:
         limits = httpx.Limits(max_connections=arguments.clients)
-        async with httpx.AsyncClient(base_url=base_url, timeout=600, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=running.base_url, timeout=600, limits=limits) as http:
             await _stream(http, 8)
             for _ in range(rounds_count):
                 one = await _stream(http, tokens)
