@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from typing import Final, TextIO
@@ -27,6 +28,7 @@ _LEVELS: Final = {
     "error": logging.ERROR,
 }
 _FIELDS: Final = "freetokend_fields"
+_ROUTINE: Final = re.compile(r"<[5-7]>|\d\d:\d\d:\d\d (?:debug|info) ")
 # What every record has; the rest of its attributes came in through `extra`.
 _RECORD_KEYS: Final = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
@@ -118,6 +120,12 @@ def set_log_level(level: str) -> str:
     former = log_level()
     logging.getLogger(ROOT).setLevel(_LEVELS[level])
     return former
+
+
+def is_routine(line: str) -> bool:
+    """Whether `line` is one of ours below warning, in either format. What has no level (a crash
+    report of the interpreter or of a library) is not."""
+    return _ROUTINE.match(line) is not None
 
 
 def log_level() -> str:

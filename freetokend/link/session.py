@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, assert_never
 
 from freetokend.core.errors import ConfigError, Reason, reaction
+from freetokend.core.logs import is_routine
 from freetokend.link.handover import PoolHandover
 from freetokend.link.liveness import Liveness, LivenessLimits
 from freetokend.link.messages import (
@@ -261,7 +262,9 @@ class EngineSession:
         cause = self._cause(exit_text)
         if self._failure is not None:
             return EngineEnd(cause=cause, reason=self._failure.reason, was_ready=was_ready)
-        lines = () if self._verdict else [line for line in last_lines if line.strip()]
+        # That all went well until then explains no end.
+        telling = [line for line in last_lines if line.strip() and not is_routine(line)]
+        lines = [] if self._verdict else telling
         return EngineEnd(
             cause=cause,
             reason=_reason_of_exit(exit_text),

@@ -90,6 +90,19 @@ def test_the_level_filters_our_lines_and_libraries_stay_quiet() -> None:
     assert stream.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize("log_format", ["text", "journal"])
+def test_routine_lines_are_told_from_those_that_may_explain_an_end(log_format: str) -> None:
+    log, stream = lines(log_format, level="debug")
+    for tell in (log.debug, log.info, log.warning, log.error):
+        tell("event", field=1)
+    assert [logs.is_routine(line) for line in stream.getvalue().splitlines()] == [
+        *(True, True),
+        *(False, False),
+    ]
+    assert not logs.is_routine("Fatal Python error: Segmentation fault")
+    assert not logs.is_routine("free(): invalid pointer")
+
+
 def test_unknown_levels_are_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidInputError, match="debug, info, warning, error") as caught:
         logs.set_log_level("loud")

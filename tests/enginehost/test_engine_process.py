@@ -104,6 +104,8 @@ async def test_a_killed_engine_finds_its_pool_again(mixtral: FtwDirectory, tmp_p
         )
         assert second.description is not None
         assert second.description.pool_reattached
+        assert any("engine-ready" in line for line in harness.lines)
+        assert second.cause == "died with signal 9 (SIGKILL)", "info lines explain no death"
         assert second.description.attach_s < 1.0
         assert second.description.load_s == 0.0
         after = await harness.collect(greedy("r", (1, 2, 3), 8, ignore_eos=True))
