@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from freetokend.core import logs
+from freetokend.core.errors import Reason, reaction
 
 _log = logs.logger(__name__)
-
-_QUIET_OUTCOMES: Final = frozenset({"ok", "cancelled"})
 
 
 class AccessLog:
@@ -24,8 +21,9 @@ class AccessLog:
         prompt_tokens: int,
         completion_tokens: int,
     ) -> None:
-        """Log it; what went wrong by our doing is a warning."""
-        log = _log.info if outcome in _QUIET_OUTCOMES else _log.warning
+        """Log it; what went wrong by our doing is a warning, a client's mistake is not."""
+        ours = outcome != "ok" and reaction(Reason(outcome)).http_status >= 500
+        log = _log.warning if ours else _log.info
         log(
             "request-ended",
             endpoint=endpoint,

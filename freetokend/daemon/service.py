@@ -43,7 +43,7 @@ from freetokend.link.control_side import (
 from freetokend.link.messages import EngineSettings, EngineState
 from freetokend.native.pool import PoolFile, create_pool_file
 from freetokend.policy.restart import RestartBudget
-from freetokend.serving.app import Readiness, create_app, model_created_s
+from freetokend.serving.app import create_app, model_created_s
 from freetokend.serving.model_text import ModelText, load_model_text
 
 _STUCK_S: Final = 60.0
@@ -221,15 +221,11 @@ class Service:
         return _STUCK_S if watchdog is None else watchdog / 3
 
     def _app(self, plane: ControlPlane, text: ModelText) -> object:
-        def readiness() -> Readiness:
-            health = plane.state.state().health
-            return Readiness(ready=health.ready, reason=health.ready_reason)
-
         app = create_app(
             plane.gateway,
             text,
             observer=AccessLog(),
-            readiness=readiness,
+            health=lambda: plane.state.state().health,
             render_metrics=plane.metrics.render,
             model_created_s=0
             if self._plan.index is None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from freetokend.core.errors import InvalidInputError, NotFoundError, Reason, UnavailableError
+from freetokend.core.errors import InternalError, InvalidInputError, NotFoundError, Reason
 from freetokend.link.messages import (
     EngineDescription,
+    EngineGateway,
     EngineSnapshot,
     EngineState,
     GenerateRequest,
@@ -19,35 +20,36 @@ from freetokend.serving.openai_requests import ChatRequest, CompletionRequest, t
 _DEFAULT_COMPLETION_TOKENS = 16  # what the completions API has always defaulted to
 _SEED_SPACE = 2**64
 
-_NOT_READY = {
-    EngineState.STARTING: (Reason.LOADING, "the model is being loaded"),
-    EngineState.LOADING: (Reason.LOADING, "the model is being loaded"),
-    EngineState.RESTARTING: (Reason.ENGINE_UNAVAILABLE, "the engine is being restarted"),
-    EngineState.DRAINING: (Reason.DRAINING, "the server is draining and takes no new requests"),
-    EngineState.STOPPED: (Reason.DRAINING, "the server is stopping"),
-    EngineState.FAILED: (Reason.ENGINE_UNAVAILABLE, "the engine has failed"),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """What one HTTP request becomes: one engine request per choice, and its stop strings."""
+    """What one HTTP request becomes: one engine request per choice, and its stop strings.
+
+    The requests are in the order of the prompts, `choices_per_prompt_count` for each.
+    """
 
     requests: tuple[GenerateRequest, ...]
+    choices_per_prompt_count: int
     stop: tuple[str, ...]
 
 
-def ready_description(snapshot: EngineSnapshot) -> EngineDescription:
-    """The engine's description. Raises UnavailableError with a truthful cause when it is not up."""
-    if snapshot.state is EngineState.READY and snapshot.description is not None:
-        return snapshot.description
-    reason, text = _NOT_READY.get(
-        snapshot.state, (Reason.ENGINE_UNAVAILABLE, "the engine is not up")
-    )
-    cause = f" ({snapshot.cause})" if snapshot.cause else ""
-    raise UnavailableError(
-        f"{text}{cause}. Try again in a few seconds.", reason=reason, retry_after_s=2.0
-    )
+def known_description(snapshot: EngineSnapshot) -> EngineDescription | None:
+    """What the engine that is up said of itself; None while none is."""
+    up = snapshot.state in {EngineState.READY, EngineState.DRAINING}
+    return snapshot.description if up else None
+
+
+def admitting_description(gateway: EngineGateway) -> EngineDescription:
+    """The description of an engine that takes requests.
+
+    Raises what `EngineGateway.check_admission` raises when none does. To be called in the event
+    loop, as everything of the gateway.
+    """
+    gateway.check_admission()
+    description = known_description(gateway.snapshot())
+    if description is None:
+        raise InternalError("the engine takes requests but has not said what it can serve.")
+    return description
 
 
 def check_model(asked: str | None, served: str) -> None:
@@ -85,8 +87,8 @@ def _output_limit_tokens(
     if remaining_tokens < 1:
         raise InvalidInputError(
             f"This model's maximum context length is {servable_context_tokens} tokens. However, "
-            f"your messages resulted in {prompt_tokens} tokens. Please reduce the length of the "
-            "messages.",
+            f"your {param} resulted in {prompt_tokens} tokens. Please reduce the length of the "
+            f"{param}.",
             reason=Reason.CONTEXT_LENGTH_EXCEEDED,
             param=param,
         )
@@ -103,6 +105,7 @@ def _requests(
     asked_tokens = request.output_limit_tokens()
     if asked_tokens is None and isinstance(request, CompletionRequest):
         asked_tokens = _DEFAULT_COMPLETION_TOKENS
+    choices_count = request.n or 1
     out: list[GenerateRequest] = []
     for prompt in prompts:
         if not prompt:
@@ -112,7 +115,7 @@ def _requests(
         limit_tokens = _output_limit_tokens(
             len(prompt), asked_tokens, servable_context_tokens, param
         )
-        for _ in range(request.n or 1):
+        for _ in range(choices_count):
             out.append(
                 GenerateRequest(
                     request_id=secrets.token_hex(12),
@@ -123,22 +126,22 @@ def _requests(
                     ignore_eos=bool(request.ignore_eos),
                 )
             )
-    return Admitted(requests=tuple(out), stop=request.stop_strings())
+    return Admitted(
+        requests=tuple(out), choices_per_prompt_count=choices_count, stop=request.stop_strings()
+    )
 
 
-def admit_chat(request: ChatRequest, text: ModelText, snapshot: EngineSnapshot) -> Admitted:
-    """Raises InvalidInputError, NotFoundError or UnavailableError; nothing was submitted then."""
-    description = ready_description(snapshot)
+def admit_chat(request: ChatRequest, text: ModelText, description: EngineDescription) -> Admitted:
+    """Raises InvalidInputError or NotFoundError naming the field. CPU work, for any thread."""
     check_model(request.model, description.model)
     prompt = text.render_chat(template_messages(request.messages))
     return _requests(request, [prompt], text, description.servable_context_tokens, param="messages")
 
 
 def admit_completion(
-    request: CompletionRequest, text: ModelText, snapshot: EngineSnapshot
+    request: CompletionRequest, text: ModelText, description: EngineDescription
 ) -> Admitted:
-    """Raises InvalidInputError, NotFoundError or UnavailableError; nothing was submitted then."""
-    description = ready_description(snapshot)
+    """Raises InvalidInputError or NotFoundError naming the field. CPU work, for any thread."""
     check_model(request.model, description.model)
     vocab_size = text.tokenizer.get_vocab_size(with_added_tokens=True)
     prompts: list[tuple[int, ...]] = []

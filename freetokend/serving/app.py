@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
 from freetokend import __version__
+from freetokend.core.errors import UnavailableError
 from freetokend.link.messages import EngineGateway
-from freetokend.serving.admission import check_model, ready_description
+from freetokend.policy.health import Health
+from freetokend.serving.admission import check_model, known_description
 from freetokend.serving.generate_routes import GenerationRoutes, HttpObserver
 from freetokend.serving.http_errors import install_error_handlers
 from freetokend.serving.model_text import ModelText
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Readiness:
-    """Whether new work is taken, and why not."""
-
-    ready: bool
-    reason: str
+_RETRY_S = 2
 
 
 def create_app(
@@ -30,7 +25,7 @@ def create_app(
     text: ModelText,
     *,
     observer: HttpObserver,
-    readiness: Callable[[], Readiness],
+    health: Callable[[], Health],
     render_metrics: Callable[[], tuple[bytes, str]],
     model_created_s: int,
     max_body_bytes: int,
@@ -38,9 +33,9 @@ def create_app(
 ) -> FastAPI:
     """Build the application.
 
-    `readiness` is asked by /readyz, `render_metrics` gives body and content type of /metrics,
-    `model_created_s` is the Unix time that /v1/models reports, `keep_alive_s` the longest silence
-    of a stream.
+    `health` is asked by /livez and /readyz, `render_metrics` gives body and content type of
+    /metrics, `model_created_s` is the Unix time that /v1/models reports, `keep_alive_s` the longest
+    silence of a stream.
     """
     app = FastAPI(title="freetokend", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
@@ -50,7 +45,11 @@ def create_app(
     app.include_router(routes.router())
 
     def model_entry() -> dict[str, object]:
-        description = ready_description(gateway.snapshot())
+        description = known_description(gateway.snapshot())
+        if description is None:
+            raise UnavailableError(
+                f"no model is being served now: {health().ready_reason}.", retry_after_s=_RETRY_S
+            )
         return {
             "id": description.model,
             "object": "model",
@@ -73,18 +72,13 @@ def create_app(
 
     @app.get("/livez")
     async def livez() -> JSONResponse:
-        return JSONResponse({"status": "alive"})
+        now = health()
+        return _health_response("alive", now.alive, now.ready_reason)
 
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
-        verdict = readiness()
-        if verdict.ready:
-            return JSONResponse({"status": "ready"})
-        return JSONResponse(
-            {"status": "not ready", "reason": verdict.reason},
-            status_code=503,
-            headers={"Retry-After": "2"},
-        )
+        now = health()
+        return _health_response("ready", now.ready, now.ready_reason)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -92,6 +86,16 @@ def create_app(
         return Response(body, headers={"Content-Type": content_type})
 
     return app
+
+
+def _health_response(name: str, holds: bool, reason: str) -> JSONResponse:
+    if holds:
+        return JSONResponse({"status": name})
+    return JSONResponse(
+        {"status": f"not {name}", "reason": reason},
+        status_code=503,
+        headers={"Retry-After": str(_RETRY_S)},
+    )
 
 
 def model_created_s(directory: Path) -> int:

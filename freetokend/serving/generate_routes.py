@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, Final, Protocol
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
-from freetokend.core.errors import FreetokenError, InvalidInputError, Reason
-from freetokend.link.messages import EngineGateway
-from freetokend.serving.admission import Admitted, admit_chat, admit_completion
+from freetokend.core.errors import InvalidInputError, Reason
+from freetokend.link.messages import EngineDescription, EngineGateway
+from freetokend.serving.admission import (
+    Admitted,
+    admit_chat,
+    admit_completion,
+    admitting_description,
+)
 from freetokend.serving.generation import Usage
 from freetokend.serving.http_errors import as_freetoken_error, error_body
 from freetokend.serving.model_text import ModelText
@@ -25,7 +31,7 @@ from freetokend.serving.openai_requests import (
     parse_completion_request,
 )
 from freetokend.serving.openai_responses import ResponseShape, sse
-from freetokend.serving.streams import ChoiceEvent, ChoiceStreams
+from freetokend.serving.streams import ChoiceStreams, ChoiceUpdate
 
 # A refusal by the engine (a race the first check cannot see) still becomes an HTTP status when it
 # comes this soon; later the headers are out and it is an event.
@@ -33,6 +39,8 @@ FIRST_EVENT_WAIT_S: Final = 0.25
 # Proxies and agents give up on silence; 15 s is the shortest limit known in the field.
 KEEP_ALIVE_S: Final = 10.0
 _KEEP_ALIVE: Final = b": keep-alive\n\n"
+
+_Admit = Callable[[bytes, EngineDescription], tuple[ChatRequest | CompletionRequest, Admitted]]
 
 
 class HttpObserver(Protocol):
@@ -52,33 +60,57 @@ class HttpObserver(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True)
-class _Account:
-    """What is known of one request so far; told to the observer exactly once."""
+class _Exchange:
+    """One HTTP request from its arrival to its end, which the observer is told exactly once."""
 
-    observer: HttpObserver
-    endpoint: str
-    started_s: float
-    first_token_s: float | None = None
-    usage: Usage = field(default_factory=Usage)
-    told: bool = False
+    def __init__(self, observer: HttpObserver, endpoint: str) -> None:
+        self._observer = observer
+        self._endpoint = endpoint
+        self._started_s = time.monotonic()
+        self._first_token_s: float | None = None
+        self._ended = False
+        self.streams: ChoiceStreams | None = None  # from the admission on
 
     def saw_text(self) -> None:
-        if self.first_token_s is None:
-            self.first_token_s = time.monotonic() - self.started_s
+        """The client is about to get text."""
+        if self._first_token_s is None:
+            self._first_token_s = time.monotonic() - self._started_s
 
     def end(self, outcome: str) -> None:
-        if self.told:
+        """Free the engine, tell the observer. Only the first call counts."""
+        if self._ended:
             return
-        self.told = True
-        self.observer.request_ended(
-            endpoint=self.endpoint,
+        self._ended = True
+        usage = Usage()
+        if self.streams is not None:
+            self.streams.close()
+            usage = self.streams.usage()
+        self._observer.request_ended(
+            endpoint=self._endpoint,
             outcome=outcome,
-            duration_s=time.monotonic() - self.started_s,
-            first_token_s=self.first_token_s,
-            prompt_tokens=self.usage.prompt_tokens,
-            completion_tokens=self.usage.completion_tokens,
+            duration_s=time.monotonic() - self._started_s,
+            first_token_s=self._first_token_s,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
         )
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events that end their exchange however they end, even before the first one."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], exchange: _Exchange) -> None:
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._exchange.end("cancelled")  # unless the events came to an end of their own
 
 
 class _ClientGoneError(Exception):
@@ -131,166 +163,132 @@ class GenerationRoutes:
     async def chat(self, request: Request) -> Response:
         """A conversation in, the assistant's next message out."""
 
-        def admit(body: bytes) -> tuple[ChatRequest, Admitted]:
+        def admit(body: bytes, engine: EngineDescription) -> tuple[ChatRequest, Admitted]:
             parsed = parse_chat_request(body)
-            return parsed, admit_chat(parsed, self._text, self._gateway.snapshot())
+            return parsed, admit_chat(parsed, self._text, engine)
 
         return await self._answer(request, "chat", admit)
 
     async def completion(self, request: Request) -> Response:
         """A prompt in, its continuation out."""
 
-        def admit(body: bytes) -> tuple[CompletionRequest, Admitted]:
+        def admit(body: bytes, engine: EngineDescription) -> tuple[CompletionRequest, Admitted]:
             parsed = parse_completion_request(body)
-            return parsed, admit_completion(parsed, self._text, self._gateway.snapshot())
+            return parsed, admit_completion(parsed, self._text, engine)
 
         return await self._answer(request, "completion", admit)
 
-    async def _answer(
-        self,
-        request: Request,
-        endpoint: str,
-        admit: Callable[[bytes], tuple[ChatRequest | CompletionRequest, Admitted]],
-    ) -> Response:
-        account = _Account(observer=self._observer, endpoint=endpoint, started_s=time.monotonic())
+    async def _answer(self, request: Request, endpoint: str, admit: _Admit) -> Response:
+        exchange = _Exchange(self._observer, endpoint)
         try:
             body = await read_body(request, self._max_body_bytes)
+            engine = admitting_description(self._gateway)
             # Templates and tokenizers are CPU work that must not hold up other streams.
-            parsed, admitted = await asyncio.to_thread(admit, body)
+            parsed, admitted = await asyncio.to_thread(admit, body, engine)
             shape = ResponseShape(
                 response_id=("chatcmpl-" if endpoint == "chat" else "cmpl-")
                 + secrets.token_hex(12),
                 created_s=int(time.time()),
-                model=self._gateway.snapshot().model,
+                model=engine.model,
                 chat=endpoint == "chat",
             )
+            streams = exchange.streams = ChoiceStreams(self._gateway, self._text, admitted)
             if not parsed.stream:
-                return await self._whole(request, admitted, shape, account)
-            options = parsed.stream_options
-            include_usage = options is not None and bool(options.include_usage)
-            return await self._streamed(admitted, shape, account, include_usage=include_usage)
-        except _ClientGoneError:
-            account.end("cancelled")
+                return await _whole(request, streams, shape, exchange)
+            first = await streams.next_update(FIRST_EVENT_WAIT_S)
+            events = self._events(
+                streams, first, shape, exchange, include_usage=parsed.include_usage
+            )
+            return _EventStream(events, exchange)
+        except (_ClientGoneError, ClientDisconnect):
+            exchange.end("cancelled")
             return Response(status_code=499)
         except asyncio.CancelledError:
-            account.end("cancelled")
+            exchange.end("cancelled")
             raise
         except Exception as error:
-            account.end(as_freetoken_error(error).reason)
-            raise
-
-    async def _whole(
-        self, request: Request, admitted: Admitted, shape: ResponseShape, account: _Account
-    ) -> Response:
-        async with ChoiceStreams(self._gateway, self._text, admitted) as streams:
-            collecting = asyncio.create_task(_collect(streams, account))
-            hung_up = asyncio.create_task(_hung_up(request))
-            try:
-                await asyncio.wait({collecting, hung_up}, return_when=asyncio.FIRST_COMPLETED)
-                if not collecting.done():
-                    raise _ClientGoneError
-                choices = collecting.result()
-            finally:
-                collecting.cancel()
-                hung_up.cancel()
-        account.end("ok")
-        return JSONResponse(shape.whole(choices, account.usage))
-
-    async def _streamed(
-        self, admitted: Admitted, shape: ResponseShape, account: _Account, *, include_usage: bool
-    ) -> Response:
-        streams = ChoiceStreams(self._gateway, self._text, admitted)
-        await streams.__aenter__()
-        try:
-            first = await streams.next_event(FIRST_EVENT_WAIT_S)
-            if first is not None and first.error is not None:
-                raise first.error
-        except BaseException:
-            await streams.__aexit__(None, None, None)
-            raise
-        body = self._events(streams, first, shape, account, include_usage=include_usage)
-        return StreamingResponse(
-            body,
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+            known = as_freetoken_error(error)
+            exchange.end(known.reason)
+            raise known from error
 
     async def _events(
         self,
         streams: ChoiceStreams,
-        first: ChoiceEvent | None,
+        first: ChoiceUpdate | None,
         shape: ResponseShape,
-        account: _Account,
+        exchange: _Exchange,
         *,
         include_usage: bool,
     ) -> AsyncGenerator[bytes, None]:
-        outcome = "cancelled"
         try:
             if shape.chat:
                 for index in range(streams.choices_count):
                     yield sse(shape.chunk(index, "", first=True, with_usage=include_usage))
             open_count = streams.choices_count
-            event = first
+            update = first
             while open_count:
-                if event is None:
-                    event = await streams.next_event(self._keep_alive_s)
-                if event is None:
+                if update is None:
+                    update = await streams.next_update(self._keep_alive_s)
+                if update is None:
                     yield _KEEP_ALIVE
                     continue
-                if event.error is not None:
-                    error = as_freetoken_error(event.error)
-                    outcome = error.reason
-                    yield sse(error_body(error))
-                    return
-                open_count -= self._note(event, account)
-                for chunk in _chunks(event, shape, with_usage=include_usage):
+                if update.text:
+                    exchange.saw_text()
+                if update.finish_reason is not None:
+                    open_count -= 1
+                for chunk in _chunks(update, shape, with_usage=include_usage):
                     yield sse(chunk)
-                event = None
+                update = None
             if include_usage:
-                yield sse(shape.usage_chunk(account.usage))
-            outcome = "ok"
+                yield sse(shape.usage_chunk(streams.usage()))
+            exchange.end("ok")
             yield b"data: [DONE]\n\n"
-        finally:
-            await streams.__aexit__(None, None, None)
-            account.end(outcome)
-
-    @staticmethod
-    def _note(event: ChoiceEvent, account: _Account) -> int:
-        """Book an update; returns 1 when it was the last of its choice."""
-        update = event.update
-        assert update is not None
-        if update.text:
-            account.saw_text()
-        if update.finish_reason is None:
-            return 0
-        account.usage = account.usage.plus(update.usage or Usage())
-        return 1
+        except Exception as error:
+            # The status is long out: the error is an event, and no [DONE] follows.
+            known = as_freetoken_error(error)
+            exchange.end(known.reason)
+            yield sse(error_body(known))
 
 
-def _chunks(event: ChoiceEvent, shape: ResponseShape, *, with_usage: bool) -> list[dict[str, Any]]:
-    update = event.update
-    assert update is not None
-    chunks: list[dict[str, Any]] = []
+def _chunks(
+    update: ChoiceUpdate, shape: ResponseShape, *, with_usage: bool
+) -> Iterator[dict[str, Any]]:
     if update.text:
-        chunks.append(shape.chunk(event.index, update.text, with_usage=with_usage))
+        yield shape.chunk(update.index, update.text, with_usage=with_usage)
     if update.finish_reason is not None:
-        chunks.append(shape.chunk(event.index, None, update.finish_reason, with_usage=with_usage))
-    return chunks
+        yield shape.chunk(update.index, None, update.finish_reason, with_usage=with_usage)
 
 
-async def _collect(streams: ChoiceStreams, account: _Account) -> list[tuple[str, str]]:
-    texts = [""] * streams.choices_count
+async def _whole(
+    request: Request, streams: ChoiceStreams, shape: ResponseShape, exchange: _Exchange
+) -> Response:
+    collecting = asyncio.create_task(_collect(streams, exchange))
+    hung_up = asyncio.create_task(_hung_up(request))
+    try:
+        await asyncio.wait({collecting, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            raise _ClientGoneError
+        choices = collecting.result()
+    finally:
+        collecting.cancel()
+        hung_up.cancel()
+    exchange.end("ok")
+    return JSONResponse(shape.whole(choices, streams.usage()))
+
+
+async def _collect(streams: ChoiceStreams, exchange: _Exchange) -> list[tuple[str, str]]:
+    """Text and finish reason of every choice. Raises the error that ended one."""
+    texts: list[list[str]] = [[] for _ in range(streams.choices_count)]
     reasons = [""] * streams.choices_count
     open_count = streams.choices_count
     while open_count:
-        event = await streams.next_event(None)
-        if event is None:
-            raise FreetokenError("the event queue answered without an event.")
-        if event.error is not None:
-            raise event.error
-        assert event.update is not None
-        texts[event.index] += event.update.text
-        if event.update.finish_reason is not None:
-            reasons[event.index] = event.update.finish_reason
-        open_count -= GenerationRoutes._note(event, account)
-    return list(zip(texts, reasons, strict=True))
+        update = await streams.next_update(None)
+        if update is None:
+            continue
+        if update.text:
+            exchange.saw_text()
+            texts[update.index].append(update.text)
+        if update.finish_reason is not None:
+            reasons[update.index] = update.finish_reason
+            open_count -= 1
+    return [("".join(pieces), reason) for pieces, reason in zip(texts, reasons, strict=True)]

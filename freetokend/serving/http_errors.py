@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import traceback
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from freetokend.core import logs
 from freetokend.core.errors import FreetokenError, Reason, reaction
+
+_LOGGED_FRAMES = 3  # the innermost: where it broke and who called
 
 _REASON_OF_STATUS = {
     401: Reason.UNAUTHENTICATED,
@@ -45,14 +50,45 @@ def error_response(error: FreetokenError) -> JSONResponse:
 
 
 def as_freetoken_error(error: Exception) -> FreetokenError:
-    """Any exception as one of ours; what is not ours is logged and told as internal."""
+    """Any exception as one of ours; what is not ours is a fault: logged here, told as internal.
+
+    The log says where it happened and not its text, which may hold what a user wrote.
+    """
     if isinstance(error, FreetokenError):
         return error
-    logs.logger(__name__).error("request-failed", error=type(error).__name__, text=str(error))
+    frames = traceback.extract_tb(error.__traceback__)[-_LOGGED_FRAMES:]
+    where = " > ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
+    logs.logger(__name__).error("request-failed", error=type(error).__name__, where=where)
     return FreetokenError(
         "the server failed while handling this request; the cause is in its log.",
         reason=Reason.INTERNAL,
     )
+
+
+class _FaultBarrier:
+    """ASGI middleware: a fault of ours is one log event and an answer in OpenAI's shape.
+
+    Starlette's own handler for all exceptions answers too, but raises them again, so that the
+    HTTP server logs them a second time.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        except Exception as error:
+            known = as_freetoken_error(error)
+            if not started:  # otherwise the client sees the connection break
+                await error_response(known)(scope, receive, send)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -71,4 +107,4 @@ def install_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(FreetokenError, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_error)
+    app.add_middleware(_FaultBarrier)

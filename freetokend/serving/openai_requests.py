@@ -7,6 +7,7 @@ value. Unknown fields are left alone (clients send private ones).
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Final, Literal, Never
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,6 +17,10 @@ from freetokend.core.errors import InvalidInputError
 MAX_STOP_COUNT: Final = 16
 MAX_CHOICES_COUNT: Final = 16
 MAX_PROMPTS_COUNT: Final = 64
+
+# \ud800 to \udfff as an escape: common as a pair (a character beyond the first 65536), rarely alone
+_SURROGATE_ESCAPE: Final = re.compile(r"\\u[dD][89a-fA-F]")
+_LONE_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 # field -> values that ask for nothing
 _NEUTRAL_CHAT: Final[dict[str, tuple[Any, ...]]] = {
@@ -88,6 +93,11 @@ class _Generation(_Strict):
     max_tokens: int | None = Field(default=None, ge=1)
     ignore_eos: bool | None = None
 
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that holds the counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     def stop_strings(self) -> tuple[str, ...]:
         """Stop strings as a tuple; raises InvalidInputError for an empty or an endless list."""
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
@@ -146,15 +156,47 @@ def _refuse_constant(name: str) -> Never:
     )
 
 
+def _has_lone_surrogate(value: Any) -> bool:
+    open_values = [value]
+    while open_values:
+        item = open_values.pop()
+        if isinstance(item, str) and _LONE_SURROGATE.search(item):
+            return True
+        if isinstance(item, list):
+            open_values += item
+        elif isinstance(item, dict):
+            open_values += item.keys()
+            open_values += item.values()
+    return False
+
+
+def _refuse_lone_surrogates(data: dict[str, Any]) -> None:
+    # JSON can write half a UTF-16 pair; it is no character, so no tokenizer takes it
+    for field, value in data.items():
+        if _has_lone_surrogate([field, value]):
+            name = ascii(field)[1:-1]
+            raise InvalidInputError(
+                f"{name} holds a lone surrogate (\\ud800 to \\udfff without its other half), which "
+                "is no character. Send both halves, or \\ufffd in its place.",
+                param=name,
+            )
+
+
 def _parse_json(body: bytes) -> dict[str, Any]:
     try:
-        data = json.loads(body, parse_constant=_refuse_constant)
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"the body is not UTF-8 (byte {error.start}).") from None
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise InvalidInputError("the body is nested too deeply.") from None
     except ValueError as error:
         raise InvalidInputError(f"the body is not valid JSON: {error}.") from None
     if not isinstance(data, dict):
         raise InvalidInputError("the body must be a JSON object.")
+    if _SURROGATE_ESCAPE.search(text):
+        _refuse_lone_surrogates(data)
     return data
 
 
@@ -183,14 +225,24 @@ def _refuse_unserved(data: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) 
             )
 
 
+def _refuse_options_without_stream(request: ChatRequest | CompletionRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidInputError(
+            "stream_options is for streams only. Leave it out or send stream: true.",
+            param="stream_options",
+        )
+
+
 def parse_chat_request(body: bytes) -> ChatRequest:
     """Raises InvalidInputError naming the field."""
     data = _parse_json(body)
     _refuse_unserved(data, _NEUTRAL_CHAT)
     try:
-        return ChatRequest.model_validate(data)
+        request = ChatRequest.model_validate(data)
     except ValidationError as error:
         raise _describe(error) from None
+    _refuse_options_without_stream(request)
+    return request
 
 
 def parse_completion_request(body: bytes) -> CompletionRequest:
@@ -198,9 +250,11 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
     data = _parse_json(body)
     _refuse_unserved(data, _NEUTRAL_COMPLETION)
     try:
-        return CompletionRequest.model_validate(data)
+        request = CompletionRequest.model_validate(data)
     except ValidationError as error:
         raise _describe(error) from None
+    _refuse_options_without_stream(request)
+    return request
 
 
 _ROLES: Final[dict[str, Literal["system", "user", "assistant"]]] = {

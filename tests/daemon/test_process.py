@@ -246,9 +246,11 @@ async def test_engine_that_served_and_spent_its_budget_leaves_a_truthful_daemon(
             refused = await http.post("/v1/completions", json=completion(3))
             assert refused.status_code == 503
             assert "Retry-After" in refused.headers
-            assert (await http.get("/livez")).status_code == 200
+            # the same verdict as the status below: no time will mend this
+            assert (await http.get("/livez")).status_code == 503
         status = await get_status(running)
         assert status.engine.state == pb.ENGINE_STATE_FAILED
+        assert not status.alive
         running.terminate()
         assert await running.wait_exit() == 0
 

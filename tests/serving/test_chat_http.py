@@ -11,11 +11,9 @@ import httpx
 import openai
 import pytest
 
-from tests.serving.conftest import Served, serve
+from tests.serving.conftest import HELLO, serve
 from tests.support.scripted import Gate, make_gate
 from tests.support.tiny_tokenizer import MIN_VOCAB, special_token_ids, tiny_tokenizer
-
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 def fixed(served_text: str, **more: Any) -> dict[str, Any]:
@@ -132,49 +130,6 @@ async def test_user_text_is_never_a_special_token(tmp_path: Path) -> None:
         assert attack in served.text.plain_tokenizer.decode(ids, skip_special_tokens=True)
 
 
-async def _raw_request(served: Served, body: dict[str, Any]) -> asyncio.StreamWriter:
-    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    payload = json.dumps(body).encode()
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(payload)}\r\n\r\n"
-    )
-    writer.write(head.encode() + payload)
-    await writer.drain()
-    return writer
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("prefill_steps_count", [0, 1000])
-async def test_hanging_up_frees_the_engine(
-    tmp_path: Path, stream: bool, prefill_steps_count: int
-) -> None:
-    gate_dir = tmp_path / "gate"
-    gate_dir.mkdir()
-    path = make_gate(gate_dir)
-    gate = Gate(path)
-    script = {
-        "model": "tiny",
-        "tokens": {"kind": "cycle", "token_ids": [70, 71]},
-        "gate": str(path),
-        "prefill_steps_count": prefill_steps_count,
-    }
-    async with serve(tmp_path, script) as served:
-        writer = await _raw_request(
-            served, {"messages": HELLO, "stream": stream, "max_tokens": 10_000}
-        )
-        gate.open()
-        await served.engine.wait_until(lambda s: s.stats.running_count == 1)
-        writer.close()
-        await served.ended.wait_count(1)
-        # The engine waits at its gate; some of these steps may pass before the cancel reaches it.
-        gate.open(500)
-        freed = await served.engine.wait_until(lambda s: s.stats.running_count == 0)
-        assert freed.stats.decode_tokens_count < 500
-        assert served.ended.calls[0]["outcome"] == "cancelled"
-    gate.close()
-
-
 async def test_silence_is_kept_alive(tmp_path: Path) -> None:
     path = make_gate(tmp_path)
     gate = Gate(path)
@@ -197,53 +152,6 @@ async def test_silence_is_kept_alive(tmp_path: Path) -> None:
             rest = [line async for line in lines]
         assert "data: [DONE]" in rest
     gate.close()
-
-
-async def test_engine_death_mid_stream_is_one_error_event_and_no_done(tmp_path: Path) -> None:
-    script = {
-        "model": "tiny",
-        "tokens": {"kind": "cycle", "token_ids": [70, 71]},
-        "step_s": 0.01,
-        "faults": [{"at": "step", "step_index": 40, "action": "signal", "signal": 9, "once": True}],
-    }
-    async with serve(tmp_path, script) as served, httpx.AsyncClient(timeout=30) as client:
-        body = {"messages": HELLO, "stream": True, "max_tokens": 10_000}
-        answer = await client.post(f"{served.base_url}/v1/chat/completions", json=body)
-        events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-        last = json.loads(events[-1])
-        assert last["error"]["code"] == "engine_failed"
-        assert all("error" not in json.loads(event) for event in events[:-1])
-
-
-async def test_engine_death_of_a_whole_request_is_a_500(tmp_path: Path) -> None:
-    script = {
-        "model": "tiny",
-        "tokens": {"kind": "cycle", "token_ids": [70, 71]},
-        "step_s": 0.01,
-        "faults": [{"at": "step", "step_index": 40, "action": "signal", "signal": 9, "once": True}],
-    }
-    async with serve(tmp_path, script) as served:
-        with pytest.raises(openai.InternalServerError) as caught:
-            await served.client().chat.completions.create(
-                model="tiny", messages=HELLO, max_tokens=10_000
-            )
-        assert caught.value.code == "engine_failed"
-
-
-async def test_loading_is_a_503_with_retry_after(tmp_path: Path) -> None:
-    load = {"chunks_count": 200, "chunk_s": 0.1}
-    async with (
-        serve(tmp_path, fixed("x", load=load), wait_ready=False) as served,
-        httpx.AsyncClient() as client,
-    ):
-        answer = await client.post(
-            f"{served.base_url}/v1/chat/completions", json={"messages": HELLO}
-        )
-        assert answer.status_code == 503
-        assert int(answer.headers["retry-after"]) >= 1
-        assert answer.json()["error"]["code"] == "loading"
-        assert (await client.get(f"{served.base_url}/readyz")).status_code == 503
-        assert (await client.get(f"{served.base_url}/livez")).status_code == 200
 
 
 async def test_sixty_four_streams_at_once(tmp_path: Path) -> None:

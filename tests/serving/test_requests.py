@@ -83,6 +83,25 @@ def test_bodies_that_are_no_json_object(body: bytes) -> None:
         parse_chat_request(body)
 
 
+@pytest.mark.parametrize("half", ["\\ud800", "\\uDC00 x", "\\ud83d\\ud83d\\ude00"])
+@pytest.mark.parametrize("field", ["messages", "stop", "user"])
+def test_half_a_surrogate_pair_is_refused_by_name(field: str, half: str) -> None:
+    fields = {"messages": json.dumps(HELLO), field: f'[{{"role": "user", "content": "{half}"}}]'}
+    body = "{" + ", ".join(f'"{key}": {value}' for key, value in fields.items()) + "}"
+    with pytest.raises(InvalidInputError, match="lone surrogate") as caught:
+        parse_chat_request(body.encode())
+    assert caught.value.param == field
+    with pytest.raises(InvalidInputError, match="lone surrogate"):
+        parse_chat_request(f'{{"messages": [], "{half}": 1}}'.encode())
+
+
+def test_surrogates_in_pairs_and_raw_bytes() -> None:
+    paired = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
+    assert parse_chat_request(paired).messages[0].content == "\U0001f600"
+    with pytest.raises(InvalidInputError, match="not UTF-8"):
+        parse_chat_request(paired.replace(rb"\ud83d\ude00", b"\xed\xa0\x80"))
+
+
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists, max_leaves=5))
 def test_any_value_in_any_field_is_accepted_or_a_typed_error(value: object) -> None:
     for field in ("messages", "stop", "seed", "n", "stream_options", "temperature", "prompt"):
