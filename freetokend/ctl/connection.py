@@ -7,8 +7,6 @@ import errno
 import os
 import socket
 import stat
-import sys
-import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -99,7 +97,8 @@ def _denied_text(path: str, *, admin: bool) -> str:
 @contextlib.contextmanager
 def connected(path: str) -> Iterator[grpc.Channel]:
     """A channel to the daemon at `path`; gRPC's errors leave as `FreetokenError`."""
-    _leave_out_what_is_not_used()
+    # gRPC's own remarks are for its developers; what we print must stand alone.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import grpc  # noqa: PLC0415 - costs more than the rest of the program
 
     options = (("grpc.enable_http_proxy", 0),)
@@ -108,18 +107,6 @@ def connected(path: str) -> Iterator[grpc.Channel]:
             yield channel
     except grpc.RpcError as error:
         raise _typed(error, path) from error
-
-
-def _leave_out_what_is_not_used() -> None:
-    """Spares a third of gRPC's import time: its asyncio face, and asyncio's TLS.
-
-    Both are optional to those who import them; a Unix socket needs neither.
-    """
-    # gRPC's own remarks are for its developers; what we print must stand alone.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    if "grpc" not in sys.modules:
-        sys.modules.setdefault("grpc.aio", types.ModuleType("grpc.aio"))
-        sys.modules.setdefault("ssl", None)  # type: ignore[arg-type] # None: "cannot be imported"
 
 
 def monitor_stub(channel: grpc.Channel) -> MonitorStub:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 from freetokend.core.errors import FreetokenError, Reason, reaction
+from freetokend.ctl.quick_start import spare_imports
 
 EXIT_OK: Final = 0
 EXIT_USAGE: Final = 64
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if "ftw" not in arguments:
+            spare_imports()
         parsed = build_parser(arguments).parse_args(arguments)
         code: int = _handler(parsed)(parsed)
         sys.stdout.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
@@ -56,4 +55,6 @@ def enum_name(field: FieldDescriptor, number: int) -> str:
 
 def print_json(value: Plain) -> None:
     """Indented, for programs that read everything and people who look."""
+    import json  # noqa: PLC0415 - only for this output
+
     print(json.dumps(value, indent=2))

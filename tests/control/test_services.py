@@ -141,7 +141,7 @@ async def test_version_and_configuration(monitor: grpc.aio.Channel, runtime_dir:
     values = {value.key: value for value in (await stub.GetConfig(pb.GetConfigRequest())).values}
     assert values["service.runtime_dir"].value == f'"{runtime_dir}"'
     assert values["service.runtime_dir"].origin == "command line"
-    assert values["engine.backend"].reason == "no NVIDIA driver is loaded"
+    assert values["engine.backend"].reason == "no NVIDIA GPU is present"
 
 
 async def test_admin_verbs_reach_the_daemon(

@@ -53,7 +53,7 @@ async def test_status_for_people(plane: ControlPlane, gateway: FakeGateway, ctl:
         "http",
     }
     assert "demo, context 32768 tokens, 30 layers, 28 with 8 experts of 5 MiB" in done.out
-    assert "cpu (Some CPU), avx2, 4 threads; backend cpu: no NVIDIA driver" in done.out
+    assert "cpu (Some CPU), avx2, 4 threads; backend cpu: no NVIDIA GPU" in done.out
     assert "10 GiB in pages of 2 MiB, all pinned, re-attached in 20 ms" in done.out
     assert "3 running, 0 waiting; 0 finished" in done.out
     assert "5 of 1000 pages used (1 GiB in all)" in done.out
@@ -148,7 +148,7 @@ async def test_configuration_as_toml_with_origins_and_as_json(
     done = await ctl("config", "show", "--origin")
     assert re.search(r'^model\.path = "/models/demo" +# command line$', done.out, re.M)
     assert re.search(
-        r'^engine\.backend = "cpu" +# default  \(no NVIDIA driver is loaded\)$', done.out, re.M
+        r'^engine\.backend = "cpu" +# default  \(no NVIDIA GPU is present\)$', done.out, re.M
     )
     values = json.loads((await ctl("config", "show", "-o", "json")).out)
     assert values[0] == {
