@@ -39,17 +39,19 @@ print(len(names), *sorted({"torch", "triton", "transformers"} & set(sys.modules)
 """
 
 
+# The finder of an editable install would find the checkout's own package first.
+LINT = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+from importlinter.cli import lint_imports_command
+lint_imports_command()
+"""
+
+
 def lint(directory: Path) -> subprocess.CompletedProcess[str]:
     """Run import-linter on the package in `directory`, with nothing kept between runs."""
     return subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-c",
-                "from importlinter.cli import lint_imports_command as main; main()",
-            ),
-            *("--config", str(CONTRACTS), "--no-cache"),
-        ],
+        [sys.executable, "-c", LINT, "--config", str(CONTRACTS), "--no-cache"],
         cwd=directory,
         env=os.environ | {"PYTHONPATH": str(directory), "COLUMNS": "200"},
         capture_output=True,
