@@ -97,7 +97,13 @@ async def test_echo_gives_the_prompt_back_and_stops() -> None:
 
 async def test_engine_bounds_what_runs_and_what_waits() -> None:
     """Control admits as much as the engine's settings allow together, so none is turned away."""
-    script = {"tokens": {"kind": "cycle"}, "prefill_steps_count": 3, "heartbeat_s": 0.02}
+    # Slow steps, so that all five are there long before the first one is done.
+    script = {
+        "tokens": {"kind": "cycle"},
+        "prefill_steps_count": 3,
+        "heartbeat_s": 0.02,
+        "step_s": 0.01,
+    }
     settings = EngineSettings(model="m", max_running_count=2, max_waiting_count=3)
     async with scripted_engine(script, settings=settings) as harness:
         await harness.wait_state(EngineState.READY)
