@@ -13,7 +13,6 @@ from freetokend.core.errors import InternalError
 from freetokend.core.host_facts import HostMemory
 from freetokend.ftw.index import FtwIndex
 from freetokend.ftw.reader import FtwDirectory
-from freetokend.native import host
 from freetokend.native.lifeline import ReceivedPool
 from freetokend.native.loader import ShardFile
 from freetokend.native.pool import (
@@ -38,7 +37,6 @@ class AttachedPool:
     attach_s: float
     load_s: float
     load_bytes_per_s: float
-    page_bytes: int
     notes: tuple[str, ...]
 
 
@@ -90,7 +88,6 @@ def attach_pool(
         attach_s=attach_s,
         load_s=load_s,
         load_bytes_per_s=load_bytes_per_s,
-        page_bytes=expected_page_bytes(pool.fd),
         notes=tuple(notes),
     )
 
@@ -121,14 +118,3 @@ def _claim_header(pool: ReceivedPool, index: FtwIndex) -> str:
             raise InternalError("the header of the pool could not be written") from error
         return error.message
     return ""
-
-
-def expected_page_bytes(fd: int) -> int:
-    """The page size that a mapping of this pool file gets, from where the file lives."""
-    path = os.readlink(f"/proc/self/fd/{fd}")
-    if path.startswith("/memfd:"):
-        huge = host.shmem_huge_setting() in host.HUGE_WHEN_ADVISED
-    else:
-        around = [mount for mount in host.tmpfs_mounts() if path.startswith(mount.path)]
-        huge = max(around, key=lambda mount: len(mount.path)).huge_pages if around else False
-    return host.HUGE_PAGE_BYTES if huge else host.BASE_PAGE_BYTES

@@ -248,7 +248,8 @@ class _Host:
             servable_context_tokens=built.kv_plan.servable_context_tokens,
             kv_bytes=built.kv_plan.kv_bytes,
             pool_bytes=directory.index.region_bytes,
-            pool_page_bytes=attached.page_bytes,
+            # as the kernel has mapped it by now: the warm-up token has touched the weights
+            pool_page_bytes=attached.mapping.pages().page_bytes,
             pool_reattached=attached.reattached,
             attach_s=attached.attach_s,
             load_s=attached.load_s,

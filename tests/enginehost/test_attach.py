@@ -11,9 +11,8 @@ import pytest
 
 from freetokend.core.errors import CancelledRequestError, ResourceError
 from freetokend.core.host_facts import HostMemory
-from freetokend.enginehost.attach import attach_pool, expected_page_bytes
+from freetokend.enginehost.attach import attach_pool
 from freetokend.ftw.reader import FtwDirectory
-from freetokend.native.host import BASE_PAGE_BYTES, HUGE_PAGE_BYTES
 from freetokend.native.lifeline import ReceivedPool
 from freetokend.native.pool import (
     POOL_DATA_OFFSET,
@@ -144,10 +143,3 @@ def test_a_load_can_be_abandoned(mixtral: FtwDirectory) -> None:
         with pytest.raises(CancelledRequestError):
             attach_pool(pool, mixtral, PLENTY, progress=stop_at_once, cancel=cancel)
         assert not read_header(pool.fd).filled
-
-
-def test_page_size_is_that_of_the_file_system(mixtral: FtwDirectory) -> None:
-    with new_pool(mixtral) as pool:
-        assert expected_page_bytes(pool.fd) in (BASE_PAGE_BYTES, HUGE_PAGE_BYTES)
-    with open(__file__, "rb") as file:
-        assert expected_page_bytes(file.fileno()) == BASE_PAGE_BYTES

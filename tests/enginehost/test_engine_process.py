@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from freetokend.core.errors import ConfigError, Reason
 from freetokend.enginehost.process import BackgroundImport
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import EngineSettings, EngineState, FinishReason
+from freetokend.native.pool import create_pool_file
 from freetokend.policy.restart import RestartBudget
 from tests.enginehost.engine_process import native_engine
 from tests.enginehost.local_engine import ask, local_engine, serve
@@ -59,7 +61,9 @@ class TestComputingEngine:
         assert description.servable_context_tokens == 4096
         assert description.kv_bytes == 4 * 4096 * 256
         assert description.pool_bytes == mixtral.index.region_bytes
-        assert description.pool_page_bytes in (4096, 2 << 20)
+        # what this machine promises to a pool is what the engine finds once it has read it
+        with closing(create_pool_file("probe", 1 << 20, mixtral.index.identity)) as probe:
+            assert description.pool_page_bytes == probe.page_bytes
         assert description.first_token_s > 0
         assert description.layers_count == description.moe_layers_count == 2
         assert description.experts_per_layer_count == 4
