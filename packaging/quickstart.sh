@@ -36,7 +36,8 @@ while [ $# -gt 0 ]; do
     *) usage >&2; die "unknown argument: $1" ;;
   esac
 done
-case $PORT in '' | *[!0-9]*) die "--port takes a number from 1 to 65535, not '$PORT'" ;; esac
+case $PORT in '' | *[!0-9]* | ??????*) die "--port takes a number from 1 to 65535, not '$PORT'" ;; esac
+PORT=$((10#$PORT)) # 08440 is 8440 to a person and no number to TOML
 if [ "$PORT" -lt 1 ] || [ "$PORT" -gt 65535 ]; then
   die "--port takes a number from 1 to 65535, not '$PORT'"
 fi
@@ -49,7 +50,8 @@ running_pid() {
   local pid
   [ -f "$PID_FILE" ] || return 0
   pid=$(cat "$PID_FILE")
-  if [ -n "$pid" ] && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF "$WORK/freetokend.toml"; then
+  if [ -n "$pid" ] && [ -r "/proc/$pid/cmdline" ] &&
+    tr '\0' ' ' <"/proc/$pid/cmdline" | grep -qF "$WORK/freetokend.toml"; then
     printf '%s' "$pid"
   fi
 }
@@ -149,10 +151,14 @@ if [ -n "$(running_pid)" ] && cmp -s "$WORK/freetokend.toml.new" "$WORK/freetoke
   say "freetokend is already running (pid $(running_pid))"
   rm -f "$WORK/freetokend.toml.new"
 else
-  if stop_daemon; then say "Stopped the daemon of an earlier run: its settings differ"; fi
-  if (exec 3<>"/dev/tcp/127.0.0.1/$PORT") 2>/dev/null; then
-    die "port $PORT on 127.0.0.1 is taken by another program: choose another with --port N"
+  # Before an earlier daemon is stopped: a run that cannot succeed must not end one that serves.
+  earlier_port=$(sed -n 's/^port = //p' "$WORK/freetokend.toml" 2>/dev/null || true)
+  if [ -z "$(running_pid)" ] || [ "$earlier_port" != "$PORT" ]; then
+    if (exec 3<>"/dev/tcp/127.0.0.1/$PORT") 2>/dev/null; then
+      die "port $PORT on 127.0.0.1 is taken by another program: choose another with --port N"
+    fi
   fi
+  if stop_daemon; then say "Stopped the daemon of an earlier run: its settings differ"; fi
   mv "$WORK/freetokend.toml.new" "$WORK/freetokend.toml"
   say "Starting freetokend on http://127.0.0.1:$PORT (log: $LOG)"
   : >"$LOG"
@@ -162,6 +168,7 @@ fi
 export FREETOKEN_SOCKET=$WORK/run/monitor.sock
 if ! "$PY" "$ROOT/packaging/quickstart_client.py" wait --pid "$(cat "$PID_FILE")" --port "$PORT"; then
   tail -n 15 "$LOG" >&2
+  [ -n "$(running_pid)" ] || rm -f "$PID_FILE"
   die "freetokend did not become ready: the end of its log is above ($LOG)"
 fi
 "$PY" "$ROOT/packaging/quickstart_client.py" chat --port "$PORT" --prompt "$PROMPT"
@@ -177,8 +184,8 @@ freetokend keeps running in the background. Go on with:
   from openai import OpenAI        # pip install openai
   client = OpenAI(base_url="http://127.0.0.1:$PORT/v1", api_key="unused")
 
-  export FREETOKEN_SOCKET=$WORK/run/monitor.sock
-  $VENV/bin/freetokenctl top
+  export FREETOKEN_SOCKET='$WORK/run/admin.sock' PATH='$VENV/bin':\$PATH
+  freetokenctl top
 
   bash packaging/quickstart.sh --stop
 TXT

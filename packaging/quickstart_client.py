@@ -93,7 +93,8 @@ def chat(port: int, prompt: str, max_tokens: int) -> int:
                 first_s = last_s
             print(text, end="", flush=True)
     decode_s = last_s - first_s
-    rate = f"{(completion_tokens - 1) / decode_s:.1f}" if decode_s > 0 else "-"
+    # a tiny model's answer can come in one burst, which says nothing about a rate
+    rate = f"{(completion_tokens - 1) / decode_s:.1f}" if decode_s > 0.05 else "too fast to time,"
     print(
         f"\n\n   time to first token {first_s - started_s:.2f} s, "
         f"{completion_tokens} tokens, {rate} tokens/s"

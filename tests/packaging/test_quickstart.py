@@ -68,6 +68,14 @@ def test_stop_without_a_daemon_says_so(work: Path) -> None:
     assert "was not running" in done.stderr
 
 
+def test_a_pid_file_of_a_daemon_long_gone_is_no_noise(work: Path) -> None:
+    work.mkdir()
+    (work / "freetokend.pid").write_text("999999999\n")
+    done = quickstart(work, "--stop")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == ["== freetokend was not running"]
+
+
 @pytest.mark.slow
 def test_from_a_checkpoint_to_an_answer_and_a_stop(work: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "tiny-model"
@@ -88,11 +96,14 @@ def test_from_a_checkpoint_to_an_answer_and_a_stop(work: Path, tmp_path: Path) -
     assert f"already running (pid {pid})" in second.stderr
     assert "time to first token" in second.stdout
 
+    # a run that cannot succeed leaves the daemon that serves alone
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken_port = other.getsockname()[1]
+        taken = quickstart(work, "--model", str(checkpoint), "--port", str(taken_port))
+    assert taken.returncode == 1
+    assert f"port {taken_port} on 127.0.0.1 is taken" in taken.stderr
+    assert Path(f"/proc/{pid}").exists()
+
     stopped = quickstart(work, "--stop")
     assert "has stopped" in stopped.stderr
     assert not Path(f"/proc/{pid}").exists()
-
-    with socket.create_server(("127.0.0.1", port)):
-        taken = quickstart(work, *arguments)
-    assert taken.returncode == 1
-    assert f"port {port} on 127.0.0.1 is taken" in taken.stderr
