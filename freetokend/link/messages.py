@@ -270,6 +270,10 @@ class SequenceStream(Protocol):
         """Cancel unless the last update was read. Idempotent."""
         ...
 
+    def finish(self) -> Awaitable[None]:
+        """As `aclose`, by a reader that has all it wants: the sequence counts as stopped."""
+        ...
+
 
 class EngineGateway(Protocol):
     """What `serving` and `control` see of the engine. Owned by the control process's event loop."""

@@ -76,6 +76,10 @@ class UpdateStream:
             if not self._buffer.ended:
                 self._cancel(self.request_id)
 
+    async def finish(self) -> None:
+        """As `aclose`: for the engine there is no difference."""
+        await self.aclose()
+
     def __del__(self) -> None:
         if not self._over and not self._buffer.ended and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._cancel, self.request_id)

@@ -92,6 +92,8 @@ async def generate_text(
             if ended:
                 piece += matcher.push(detokenizer.finish())
                 piece += matcher.finish()
+            if matcher.matched is not None:
+                await updates.finish()  # or the sequence would count as one that nobody wanted
             if ended or matcher.matched is not None:
                 length = update.finish_reason is FinishReason.LENGTH and matcher.matched is None
                 reason = "length" if length else "stop"

@@ -52,6 +52,25 @@ DESCRIPTION = EngineDescription(
 PINNED = EngineStats(pool_pinned_bytes=10 << 30, pool_bytes=10 << 30, pin_done=True)
 
 
+class FakeStream:
+    """A generator's updates, as a gateway's stream."""
+
+    def __init__(self, updates: AsyncGenerator[SequenceUpdate, None]) -> None:
+        self._updates = updates
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> SequenceUpdate:
+        return await anext(self._updates)
+
+    async def aclose(self) -> None:
+        await self._updates.aclose()
+
+    async def finish(self) -> None:
+        await self._updates.aclose()
+
+
 class FakeGateway:
     """An `EngineGateway` whose snapshot and answers the test sets."""
 
@@ -94,9 +113,9 @@ class FakeGateway:
         if self.refusal is not None:
             raise self.refusal
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[SequenceUpdate, None]:
+    def generate(self, request: GenerateRequest) -> FakeStream:
         self.check_admission()
-        return self._updates()
+        return FakeStream(self._updates())
 
     async def _updates(self) -> AsyncGenerator[SequenceUpdate, None]:
         try:

@@ -236,6 +236,24 @@ async def test_sequences_are_counted_once_by_how_they_end(
     assert (totals.finished_count, totals.failed_count, totals.cancelled_count) == (2, 1, 1)
 
 
+async def test_a_reader_that_has_all_it_wants_has_not_cancelled(
+    plane: ControlPlane, gateway: FakeGateway
+) -> None:
+    gateway.answer = [SequenceUpdate(request_id="r", token_ids=(1, 2), cached_tokens=1)] * 2
+    stream = plane.gateway.generate(REQUEST)
+    await anext(stream)
+    await stream.finish()
+    await stream.aclose()
+    assert gateway.closed_count == 1
+    seen = samples(plane)
+    assert seen["freetoken_requests_finished_total{model=demo,outcome=stop}"] == 1
+    assert seen["freetoken_requests_finished_total{model=demo,outcome=cancelled}"] == 0
+    assert seen["freetoken_cached_prompt_tokens_total{model=demo}"] == 1
+    assert seen["freetoken_completion_tokens_total{model=demo}"] == 2
+    totals = plane.metrics.totals()
+    assert (totals.finished_count, totals.cancelled_count) == (1, 0)
+
+
 async def test_refusals_are_counted_by_reason_wherever_they_are_raised(
     plane: ControlPlane, gateway: FakeGateway
 ) -> None:

@@ -59,6 +59,21 @@ async def test_it_serves_and_stops_with_status_zero() -> None:
         assert sorted(path.name for path in running.runtime_dir.rglob("*.sock")) == []
 
 
+async def test_a_stop_string_ends_a_sequence_that_counts_as_stopped() -> None:
+    async with scripted_daemon(SLOW) as running, client(await ready(running)) as http:
+        answer = await http.post("/v1/completions", json=completion(6, stream=False))
+        text = answer.json()["choices"][0]["text"]
+        body = {**completion(4000, stream=False), "stop": [text[1:3]]}
+        (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text[:1], "stop")
+        metrics = (await http.get("/metrics")).text
+        for outcome, count in (("length", 1), ("stop", 1), ("cancelled", 0)):
+            name = "freetoken_requests_finished_total"
+            assert f'{name}{{model="tiny",outcome="{outcome}"}} {count}.0' in metrics
+        status = await get_status(running)
+        assert (status.requests.finished_count, status.requests.cancelled_count) == (2, 0)
+
+
 def memory_maps(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 

@@ -74,6 +74,9 @@ class _Stream:
     async def aclose(self) -> None:
         self._gateway.open_count -= 1
 
+    async def finish(self) -> None:
+        """Whoever finishes closes as well."""
+
 
 @dataclass
 class InstantGateway:

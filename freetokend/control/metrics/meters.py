@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from freetokend.link.messages import (
     EngineSnapshot,
     FinishReason,
     GenerateRequest,
+    SequenceStream,
     SequenceUpdate,
 )
 
@@ -131,7 +132,7 @@ class MeteredStream:
 
     def __init__(
         self,
-        inner: AsyncIterator[SequenceUpdate],
+        inner: SequenceStream,
         request: GenerateRequest,
         meter: SequenceMeter,
         clock: Callable[[], float],
@@ -144,6 +145,7 @@ class MeteredStream:
         self._first_s: float | None = None
         self._last_s = self._submitted_s
         self._tokens_count = 0
+        self._cached_tokens = 0
         self._over = False
 
     def __aiter__(self) -> MeteredStream:
@@ -158,6 +160,7 @@ class MeteredStream:
                 self._over = True
                 self._meter.refused(error)
             raise
+        self._cached_tokens = max(self._cached_tokens, update.cached_tokens)
         if update.token_ids:
             self._last_s = self._clock()
             self._tokens_count += len(update.token_ids)
@@ -170,17 +173,23 @@ class MeteredStream:
 
     async def aclose(self) -> None:
         """The reader goes: passed on; before the end it counts as cancelled."""
-        if not self._over:
-            # The reader saw no final update: count what had passed by.
-            seen = SequenceUpdate(
-                request_id=self._request.request_id,
-                prompt_tokens=len(self._request.prompt_token_ids) if self._tokens_count else 0,
-                completion_tokens=self._tokens_count,
-            )
-            self._end(seen, FinishReason.CANCELLED)
-        close = getattr(self._inner, "aclose", None)
-        if close is not None:
-            await close()
+        self._end_early(FinishReason.CANCELLED)
+        await self._inner.aclose()
+
+    async def finish(self) -> None:
+        """The reader has all it wants: passed on; before the end it counts as stopped."""
+        self._end_early(FinishReason.STOP)
+        await self._inner.finish()
+
+    def _end_early(self, outcome: FinishReason) -> None:
+        # The reader saw no final update: count what had passed by.
+        seen = SequenceUpdate(
+            request_id=self._request.request_id,
+            prompt_tokens=len(self._request.prompt_token_ids) if self._tokens_count else 0,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._tokens_count,
+        )
+        self._end(seen, outcome)
 
     def _end(self, update: SequenceUpdate, outcome: FinishReason) -> None:
         if not self._over:
