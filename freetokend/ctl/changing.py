@@ -17,6 +17,7 @@ from freetokend.ctl.connection import (
     is_listened_on,
     monitor_stub,
 )
+from freetokend.ctl.plain import print_json
 
 _POLL_S: Final = 0.05
 # The longest drain that the daemon accepts, and time for its answer.
@@ -29,21 +30,27 @@ def drain(arguments: argparse.Namespace) -> int:
         reply = admin_stub(channel).Drain(
             pb.DrainRequest(timeout_s=arguments.timeout_s), timeout=_DRAIN_ANSWER_TIMEOUT_S
         )
-    if reply.drained:
+    if arguments.output == "json":
+        print_json({"drained": reply.drained, "running_count": reply.running_count})
+    elif reply.drained:
         print("drained: no request runs, new ones are refused until `freetokenctl resume`")
-        return 0
-    print(
-        f"not drained: {reply.running_count} requests still run, new ones are refused until "
-        "`freetokenctl resume`"
-    )
-    return reaction(Reason.DRAINING).exit_code
+    else:
+        plural = "request still runs" if reply.running_count == 1 else "requests still run"
+        print(
+            f"not drained: {reply.running_count} {plural}, new ones are refused until "
+            "`freetokenctl resume`"
+        )
+    return 0 if reply.drained else reaction(Reason.DRAINING).exit_code
 
 
 def resume(arguments: argparse.Namespace) -> int:
     """Accept requests again."""
     with connected(find_socket(arguments.socket, admin=True)) as channel:
         admin_stub(channel).Resume(pb.ResumeRequest(), timeout=ANSWER_TIMEOUT_S)
-    print("requests are accepted again")
+    if arguments.output == "json":
+        print_json({"resumed": True})
+    else:
+        print("requests are accepted again")
     return 0
 
 
@@ -60,7 +67,11 @@ def stop(arguments: argparse.Namespace) -> int:
                 reason=Reason.DRAINING,
             )
         time.sleep(_POLL_S)
-    print(f"stopped after {format_seconds(time.monotonic() - started_s)}")
+    stop_s = time.monotonic() - started_s
+    if arguments.output == "json":
+        print_json({"stopped": True, "stop_s": stop_s})
+    else:
+        print(f"stopped after {format_seconds(stop_s)}")
     return 0
 
 
@@ -69,11 +80,17 @@ def log_level(arguments: argparse.Namespace) -> int:
     if arguments.level is None:
         with connected(find_socket(arguments.socket)) as channel:
             reply = monitor_stub(channel).GetStatus(pb.GetStatusRequest(), timeout=ANSWER_TIMEOUT_S)
-        print(reply.status.log_level)
+        if arguments.output == "json":
+            print_json({"level": reply.status.log_level, "previous_level": None})
+        else:
+            print(reply.status.log_level)
         return 0
     with connected(find_socket(arguments.socket, admin=True)) as channel:
         change = admin_stub(channel).SetLogLevel(
             pb.SetLogLevelRequest(level=arguments.level), timeout=ANSWER_TIMEOUT_S
         )
-    print(f"{arguments.level} (was {change.previous})")
+    if arguments.output == "json":
+        print_json({"level": arguments.level, "previous_level": change.previous})
+    else:
+        print(f"{arguments.level} (was {change.previous})")
     return 0

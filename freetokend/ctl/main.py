@@ -44,6 +44,11 @@ examples:
   freetokenctl ftw convert ~/models/Qwen3-30B-A3B /var/lib/freetokend/qwen3
 """
 
+_SOCKET_HELP: Final = (
+    "control socket of the daemon (default: FREETOKEN_SOCKET, else the sockets in "
+    "this user's runtime directory and in /run/freetokend are tried)"
+)
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose usage errors have the exit code of sysexits(3)."""
@@ -96,12 +101,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--socket",
-        metavar="PATH",
-        help="control socket of the daemon (default: FREETOKEN_SOCKET, else the sockets in "
-        "this user's runtime directory and in /run/freetokend are tried)",
-    )
+    parser.add_argument("--socket", metavar="PATH", help=_SOCKET_HELP)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_reading(verbs)
     _add_changing(verbs)
@@ -120,6 +120,8 @@ def _add(
         name, help=help, description=description or f"{help[:1].upper()}{help[1:]}."
     )
     parser.set_defaults(handler=handler)
+    # Suppressed: without the option here, the one before the verb must stay what it is.
+    parser.add_argument("--socket", metavar="PATH", default=argparse.SUPPRESS, help=_SOCKET_HELP)
     return parser
 
 
@@ -163,6 +165,7 @@ def _add_reading(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "Waits until the service takes requests, also for a daemon that is still to be started. "
         "Exit code 75: not in time; 69: no daemon was there, or its engine failed for good.",
     )
+    _add_output(wait)
     wait.add_argument(
         "--ready", action="store_true", help="wait for readiness (this is the default)"
     )
@@ -186,6 +189,7 @@ def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "Refuses new requests (503, with a hint to retry) and waits for the running ones. "
         "Exit code 75: some still ran at the deadline. The service stays drained until `resume`.",
     )
+    _add_output(drain)
     drain.add_argument(
         "--timeout",
         type=float,
@@ -194,7 +198,7 @@ def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
         dest="timeout_s",
         help="seconds to wait at most (default: service.drain_timeout_s)",
     )
-    _add(verbs, "resume", "changing:resume", "accept requests again after a drain")
+    _add_output(_add(verbs, "resume", "changing:resume", "accept requests again after a drain"))
     stop = _add(
         verbs,
         "stop",
@@ -203,6 +207,7 @@ def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "Stops the daemon after a drain and waits until it has gone. Under systemd prefer "
         "`systemctl stop freetokend`.",
     )
+    _add_output(stop)
     stop.add_argument("--now", action="store_true", help="do not wait for running requests")
     stop.add_argument(
         "--timeout",
@@ -218,6 +223,7 @@ def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "changing:log_level",
         "show or change what is logged, until the next restart",
     )
+    _add_output(level)
     level.add_argument(
         "level", nargs="?", choices=("debug", "info", "warning", "error"), help="the new level"
     )

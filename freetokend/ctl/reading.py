@@ -85,7 +85,8 @@ def wait(arguments: argparse.Namespace) -> int:
     """
     if not 0 < arguments.timeout_s < math.inf:
         raise InvalidInputError(f"--timeout {arguments.timeout_s:g} is not a time above 0")
-    deadline_s = time.monotonic() + arguments.timeout_s
+    started_s = time.monotonic()
+    deadline_s = started_s + arguments.timeout_s
     told = _Told()
     problem: UnavailableError | None = None
     while (left_s := deadline_s - time.monotonic()) > 0:
@@ -95,6 +96,8 @@ def wait(arguments: argparse.Namespace) -> int:
                 for reply in monitor_stub(channel).WatchStatus(request, timeout=left_s):
                     told.tell(reply.status)
                     if reply.status.ready:
+                        if arguments.output == "json":
+                            print_json({"ready": True, "wait_s": time.monotonic() - started_s})
                         return 0
                     _check_hope(reply.status)
         except UnavailableError as error:

@@ -64,6 +64,18 @@ async def test_usage_errors_have_exit_code_64(ctl: Ctl, arguments: list[str], wo
     assert "Traceback" not in done.err
 
 
+@pytest.mark.parametrize("verb", [*(verb for verb in VERBS if verb != "config"), "config show"])
+def test_every_verb_has_json_and_takes_the_socket_on_both_sides(verb: str) -> None:
+    words = verb.split()
+    before = build_parser().parse_args(["--socket", "a", *words, "-o", "json"])
+    assert (before.socket, before.output) == ("a", "json")
+    after = build_parser().parse_args([*words, "--output", "text", "--socket", "b"])
+    assert (after.socket, after.output) == ("b", "text")
+    both = build_parser().parse_args(["--socket", "a", *words, "--socket", "b"])
+    assert (both.socket, both.output) == ("b", "text")
+    assert build_parser().parse_args(words).socket is None
+
+
 async def test_ftw_verbs_are_reached(ctl: Ctl, tmp_path: Path) -> None:
     done = await ctl("ftw", "info", str(tmp_path))
     assert done.code == 65

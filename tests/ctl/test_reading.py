@@ -168,6 +168,10 @@ async def test_the_list_of_keys_needs_no_daemon(ctl: Ctl) -> None:
 async def test_wait_returns_at_once_when_ready(plane: ControlPlane, ctl: Ctl) -> None:
     done = await ctl("wait", "--ready", "--timeout", "60")
     assert (done.code, done.out, done.err) == (0, "", "")
+    done = await ctl("wait", "--timeout", "60", "-o", "json")
+    told = json.loads(done.out)
+    assert (done.code, told.keys(), told["ready"]) == (0, {"ready", "wait_s"}, True)
+    assert 0 < told["wait_s"] < 60
 
 
 async def test_wait_tells_a_person_what_it_waits_for_and_returns_when_ready(
