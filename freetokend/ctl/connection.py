@@ -138,7 +138,8 @@ def _typed(error: grpc.RpcError, path: str) -> FreetokenError:
             )
         case "DEADLINE_EXCEEDED":
             return UnavailableError(
-                f"freetokend does not answer on {path}; see `journalctl -u freetokend`.",
+                f"freetokend does not answer on {path}; see its log (of the service: "
+                "`journalctl -u freetokend`).",
                 reason=Reason.LOADING,
             )
         case "UNIMPLEMENTED":

@@ -75,7 +75,8 @@ def _engine(status: pb.Status) -> list[str]:
             )
         )
     if engine.cause:
-        restarts = f", {engine.restarts_count} restarts" if engine.restarts_count else ""
+        count = engine.restarts_count
+        restarts = f", {count} restart{'' if count == 1 else 's'}" if count else ""
         lines.append(_line("last end", f"{engine.cause}{restarts}"))
     if engine.next_restart_s:
         lines.append(_line("restart", f"in {format_seconds(engine.next_restart_s)}"))

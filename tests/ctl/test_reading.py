@@ -78,6 +78,8 @@ async def test_status_says_why_it_is_not_ready_and_what_is_wrong(
         r"^  warning    The engine was restarted 2 times.*\[engine-was", done.out, re.M
     )
     assert "http       not listening yet" in done.out
+    gateway.set(restarts_count=1)
+    assert "last end   killed by signal 9, 1 restart\n" in (await ctl("status")).out
 
 
 async def test_the_names_of_the_json_are_stable(
