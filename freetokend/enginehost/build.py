@@ -87,7 +87,7 @@ def build_engine(
         kernel=executor.isa,
         threads_count=executor.threads_count,
         expert_executions=lambda: experts.executions_count,
-        notes=notes + _context_note(kv_plan, facts),
+        notes=(*notes, *_kv_notes(kv_plan, facts)),
     )
 
 
@@ -102,14 +102,15 @@ def _step_tokens(settings: EngineSettings) -> tuple[int, tuple[str, ...]]:
     return least, (note,)
 
 
-def _context_note(plan: KvPlan, facts: ModelFacts) -> tuple[str, ...]:
-    """A shorter context than the model's is something to be told."""
-    if plan.servable_context_tokens >= facts.max_context_tokens:
-        return ()
-    return (
-        f"One request can have {plan.servable_context_tokens} of the model's "
-        f"{facts.max_context_tokens} tokens: {plan.split}.",
-    )
+def _kv_notes(plan: KvPlan, facts: ModelFacts) -> tuple[str, ...]:
+    """Less KV memory than asked, or a context shorter than the model's, is something to be told."""
+    notes = [plan.note] if plan.note else []
+    if plan.servable_context_tokens < facts.max_context_tokens:
+        notes.append(
+            f"One request can have {plan.servable_context_tokens} of the model's "
+            f"{facts.max_context_tokens} tokens: {plan.split}."
+        )
+    return tuple(notes)
 
 
 def _plan_kv(

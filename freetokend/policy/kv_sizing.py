@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from freetokend.core.errors import ConfigError, Reason, ResourceError
+from freetokend.core.units import format_bytes
 from freetokend.policy.memory import gib
 
 AGENT_FLOOR_TOKENS: Final = 32_768
@@ -51,7 +52,7 @@ class KvDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPlan:
-    """The decision; `split` is one sentence for people."""
+    """The decision, for people: `split` says it, `note` that more was asked than is useful."""
 
     pages_count: int
     page_tokens: int
@@ -59,6 +60,7 @@ class KvPlan:
     servable_context_tokens: int
     limited_by: str
     split: str
+    note: str = ""
 
 
 def size_kv(shape: KvShape, demand: KvDemand) -> KvPlan:
@@ -86,6 +88,13 @@ def size_kv(shape: KvShape, demand: KvDemand) -> KvPlan:
         f"({shape.bytes_per_token} bytes per token): {held_tokens} tokens for all requests, "
         f"{servable_tokens} for one, limited by {limited_by}"
     )
+    note = ""
+    if demand.kv_bytes is not None and demand.kv_bytes // shape.page_bytes > most_pages:
+        note = (
+            f"engine.kv_bytes asks for {format_bytes(demand.kv_bytes)} of KV memory; "
+            f"{format_bytes(kv_bytes)} is reserved, all that {demand.max_running_count} running "
+            f"requests of {target_tokens} tokens can use."
+        )
     return KvPlan(
         pages_count=pages,
         page_tokens=shape.page_tokens,
@@ -93,6 +102,7 @@ def size_kv(shape: KvShape, demand: KvDemand) -> KvPlan:
         servable_context_tokens=servable_tokens,
         limited_by=limited_by,
         split=split,
+        note=note,
     )
 
 

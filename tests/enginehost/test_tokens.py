@@ -136,6 +136,13 @@ def test_chunk_sizes_threads_and_preemption_change_no_token(mixtral: FtwDirector
         assert built.scheduler.counts().preemptions_count > 0
 
 
+def test_kv_memory_that_nobody_can_use_is_told(mixtral: FtwDirectory) -> None:
+    with local_engine(mixtral, max_running_count=2, kv_bytes=1 << 40) as built:
+        assert [note for note in built.notes if "asks for 1 TiB" in note] == [built.kv_plan.note]
+    with local_engine(mixtral, max_running_count=2) as built:
+        assert built.kv_plan.note == ""
+
+
 def test_page_boundaries_then_decode(mixtral: FtwDirectory) -> None:
     base = tuple(range(70))
     asked = [ask(f"p{length}", base[:length], 4) for length in (31, 32, 33, 63, 64, 65)]

@@ -69,6 +69,20 @@ def test_an_explicit_size_is_met_or_refused_with_the_arithmetic() -> None:
     assert caught.value.reason is Reason.HOST_MEMORY
 
 
+def test_more_than_is_useful_is_cut_and_told() -> None:
+    limits = {"model_context_tokens": 2_048, "max_running_count": 4}
+    most_bytes = 4 * 2_048 * SHAPE.bytes_per_token
+    cut = size_kv(SHAPE, demand(64 << 30, kv_bytes=1 << 40, **limits))
+    assert cut.kv_bytes == most_bytes
+    assert cut.note == (
+        "engine.kv_bytes asks for 1 TiB of KV memory; 180 MiB is reserved, all that 4 running "
+        "requests of 2048 tokens can use."
+    )
+    for kv_bytes in (most_bytes, most_bytes + SHAPE.page_bytes - 1, None):
+        plan = size_kv(SHAPE, demand(64 << 30, kv_bytes=kv_bytes, **limits))
+        assert (plan.kv_bytes, plan.note) == (most_bytes, "")
+
+
 @pytest.mark.parametrize("available_bytes", [-5, 0, SHAPE.page_bytes - 1])
 def test_no_memory_for_one_page_is_an_error_not_a_service_without_context(
     available_bytes: int,
