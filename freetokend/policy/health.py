@@ -181,8 +181,8 @@ def _life(inputs: HealthInputs, limits: Thresholds, stalled: bool) -> Iterator[t
         case HealthState.FAILED:
             yield (
                 "engine-failed",
-                f"The engine has ended and is not started again: {cause}. Read "
-                "`journalctl -u freetokend`, correct the cause, then restart the service.",
+                f"The engine has ended and is not started again: {cause}. Read its "
+                "log (as a service: `journalctl -u freetokend`), correct the cause, start it again.",
             )
         case HealthState.RESTARTING:
             wait_s = inputs.next_restart_s
@@ -244,12 +244,11 @@ def _standing(inputs: HealthInputs, limits: Thresholds) -> Iterator[tuple[str, s
     for note in inputs.notes:
         yield ("gpu-not-used" if note.startswith(GPU_NOT_USED) else "engine-note"), note
     if inputs.pin_wanted and inputs.pin_done and inputs.pinned_bytes < inputs.pool_bytes:
-        note = f": {inputs.pin_note}" if inputs.pin_note else ""
-        yield (
-            "pool-not-pinned",
+        known = (
             f"{format_bytes(inputs.pinned_bytes)} of {format_bytes(inputs.pool_bytes)} of weights "
-            f"are pinned; the rest may be swapped out{note}.",
+            "are pinned; the rest may be swapped out"
         )
+        yield "pool-not-pinned", f"{inputs.pin_note or known}."
     if 0 < inputs.pool_page_bytes < limits.huge_page_bytes and inputs.pool_bytes:
         yield (
             "pool-small-pages",

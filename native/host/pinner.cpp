@@ -133,7 +133,8 @@ void Pinner::fail(int error_number, std::uint64_t step_bytes) {
                    " of the pool are pinned; the rest stays pageable because ";
   if (limited) {
     progress_.note += "this process may lock at most " + mib(limit_bytes) +
-                      " of memory: set LimitMEMLOCK=infinity in the service's unit";
+                      " of memory: set LimitMEMLOCK=infinity in the service's unit, or raise "
+                      "`ulimit -l` where it is started by hand";
   } else {
     progress_.note += "mlock failed: " + std::generic_category().message(error_number);
   }

@@ -105,9 +105,14 @@ def test_alive_and_ready(state: HealthState, alive: bool, ready: bool) -> None:
         ({"asked_context_tokens": 65536}, "context-below-asked", "65536 tokens, but 32768"),
         ({"notes": ("cache too small",)}, "engine-note", "cache too small"),
         (
-            {"pinned_bytes": 1 << 30, "pin_note": "LimitMEMLOCK"},
+            {"pinned_bytes": 1 << 30, "pin_note": "1 MiB of 10 MiB of the pool are pinned"},
             "pool-not-pinned",
-            "1 GiB of 10 GiB of weights are pinned; the rest may be swapped out: LimitMEMLOCK",
+            "1 MiB of 10 MiB of the pool are pinned",
+        ),
+        (
+            {"pinned_bytes": 1 << 30},
+            "pool-not-pinned",
+            "1 GiB of 10 GiB of weights are pinned; the rest may be swapped out",
         ),
         ({"pool_page_bytes": 4096}, "pool-small-pages", "pages of 4 KiB"),
         ({"backend": "scripted"}, "scripted-engine", "no model is loaded"),
