@@ -130,6 +130,11 @@ def _convert(arguments: argparse.Namespace) -> int:
             force=arguments.force,
             threads_count=arguments.threads,
         )
+        if not any(side.file == "tokenizer.json" for side in index.side_files):
+            meter.say(
+                f"warning: {arguments.source} has no tokenizer.json: {arguments.target} can be "
+                "verified but not served over HTTP."
+            )
         print(f"{arguments.target}: {_size(index.region_bytes)}, identity {index.identity}")
         return 0
 

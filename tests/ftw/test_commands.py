@@ -54,6 +54,19 @@ def test_convert_verify_info(
     assert document["tensors"].keys() == index.tensors.keys()
 
 
+def test_a_checkpoint_without_tokenizer_is_converted_with_a_warning(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("convert", source, tmp_path / "whole") == 0
+    assert "warning" not in capsys.readouterr().err
+    (source / "tokenizer.json").unlink()
+    assert run("convert", source, tmp_path / "model") == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == 1
+    assert "no tokenizer.json" in warnings[0]
+    assert run("verify", tmp_path / "model") == 0
+
+
 def test_damage_is_printed_with_exit_code_1(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
