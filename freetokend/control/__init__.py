@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from freetokend.control.operations import ServiceOperations
-from freetokend.control.plane import ControlPlane, serve_control
+from freetokend.control.plane import ControlPlane, check_control, serve_control
 
-__all__ = ["ControlPlane", "ServiceOperations", "serve_control"]
+__all__ = ["ControlPlane", "ServiceOperations", "check_control", "serve_control"]

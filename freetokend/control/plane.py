@@ -71,10 +71,7 @@ class ControlPlane:
         self._monitor = MonitorService(self.state, config, version)
         self._admin = AdminService(self.state, operations, config)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # missing in its stubs
-        self._admin_place = SocketPlace(
-            config.control.admin_socket, mode=0o660, group=config.control.admin_group
-        )
-        self._monitor_place = SocketPlace(config.control.monitor_socket, mode=0o666)
+        self._admin_place, self._monitor_place = _places(config)
         self._servers: list[grpc.aio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -165,6 +162,23 @@ def _add_port(server: grpc.aio.Server, path: str) -> None:
             f"uid {os.geteuid()} may write to",
             param="service.runtime_dir",
         ) from error
+
+
+def _places(config: ResolvedConfig) -> tuple[SocketPlace, SocketPlace]:
+    """Of the admin and of the monitor socket."""
+    control = config.control
+    return (
+        SocketPlace(control.admin_socket, mode=0o660, group=control.admin_group),
+        SocketPlace(control.monitor_socket, mode=0o666),
+    )
+
+
+def check_control(config: ResolvedConfig) -> None:
+    """Make the directories of the sockets and raise the `ConfigError` with which `serve_control`
+    would refuse them or the group."""
+    for place in _places(config):
+        prepare_directory(os.path.dirname(place.path))
+        place.check()
 
 
 async def serve_control(

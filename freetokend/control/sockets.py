@@ -64,6 +64,13 @@ class SocketPlace:
         self._lock_fd = -1
         self._bound = False
 
+    def check(self) -> None:
+        """Raises what `claim` and `bind` would of a directory that denies us or a group that does
+        not exist; takes nothing, so a daemon that listens here is not in the way."""
+        if not os.access(os.path.dirname(self.path), os.W_OK | os.X_OK, effective_ids=True):
+            raise self._denied(os.strerror(errno.EACCES))
+        self._group_id()
+
     def claim(self) -> None:
         """Take the place; removes a socket on which nobody listens any more.
 
@@ -107,17 +114,20 @@ class SocketPlace:
                 f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
         except OSError as error:
-            raise ConfigError(
-                f"{self.path}.lock cannot be made: {error.strerror}; give uid {os.geteuid()} "
-                "access or set service.runtime_dir",
-                param="service.runtime_dir",
-            ) from error
+            raise self._denied(error.strerror) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             raise _occupied(self.path) from None
         self._lock_fd = fd
+
+    def _denied(self, why: str | None) -> ConfigError:
+        return ConfigError(
+            f"{self.path}.lock cannot be made: {why}; give uid {os.geteuid()} "
+            "access or set service.runtime_dir",
+            param="service.runtime_dir",
+        )
 
     def _clear(self) -> None:
         try:
@@ -134,16 +144,10 @@ class SocketPlace:
         os.unlink(self.path)
 
     def _open(self) -> None:
-        if self._group:
+        group_id = self._group_id()
+        if group_id is not None:
             try:
-                group_id = grp.getgrnam(self._group).gr_gid
                 os.chown(self.path, -1, group_id)
-            except KeyError:
-                raise ConfigError(
-                    f'the group "{self._group}" does not exist; make it (systemd-sysusers) or '
-                    "change control.admin_group",
-                    param="control.admin_group",
-                ) from None
             except PermissionError:
                 raise ConfigError(
                     f'uid {os.geteuid()} may not give {self.path} to the group "{self._group}"; '
@@ -151,6 +155,18 @@ class SocketPlace:
                     param="control.admin_group",
                 ) from None
         os.chmod(self.path, self._mode)
+
+    def _group_id(self) -> int | None:
+        if not self._group:
+            return None
+        try:
+            return grp.getgrnam(self._group).gr_gid
+        except KeyError:
+            raise ConfigError(
+                f'the group "{self._group}" does not exist; make it (systemd-sysusers) or '
+                "change control.admin_group",
+                param="control.admin_group",
+            ) from None
 
 
 def is_listened_on(path: str) -> bool:

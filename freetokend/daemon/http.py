@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import uvicorn
 
-from freetokend.core.errors import ConfigError
+from freetokend.core.errors import ConfigError, Reason, UnavailableError
 
 _BACKLOG: Final = 1024
 _KEEP_ALIVE_S: Final = 30
@@ -20,11 +20,11 @@ _KEEP_ALIVE_S: Final = 30
 _FLUSH_S: Final = 2.0
 
 
-def bind_http(host: str, port: int) -> socket.socket:
-    """Listen on `host`:`port`. Raises `ConfigError` that names the address and the way out."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def bind_http(host: str, port: int, *, listening: bool = True) -> socket.socket:
+    """Listen on `host`:`port`, or only bind. Raises `ConfigError` that names the address and the
+    way out."""
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        return _bound(host, port, listening)
     except (OSError, OverflowError) as error:
         number = error.errno if isinstance(error, OSError) else None
         match number:
@@ -39,6 +39,45 @@ def bind_http(host: str, port: int) -> socket.socket:
             case _:
                 why = f"{error}; see [http] host and port"
         raise ConfigError(f"cannot listen on {host} port {port}: {why}", param="http") from error
+
+
+def _bound(host: str, port: int, listening: bool) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind((host, port))
+        if listening:
+            opened.listen(_BACKLOG)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def listen(host: str, port: int, *, listening: bool = True) -> socket.socket:
+    """As `bind_http`, but what may pass by itself is `UnavailableError`: a port that another
+    program still holds, an address that the network has not brought up yet."""
+    try:
+        return bind_http(host, port, listening=listening)
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            raise UnavailableError(error.message, reason=Reason.ADDRESS_IN_USE) from cause
+        raise
+
+
+def check_http(host: str, port: int) -> None:
+    """Raises as `listen`, but accepts a port in use: the service itself may be running. Nobody
+    can connect meanwhile, and a daemon that starts at the same time is not in the way."""
+    try:
+        listen(host, port, listening=False).close()
+    except UnavailableError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+            raise
 
 
 def http_address(listener: socket.socket) -> str:

@@ -20,7 +20,7 @@ from freetokend.core.errors import FreetokenError, Reason, reaction
 from freetokend.core.host_facts import HostFiles, read_host_memory
 from freetokend.daemon.notify import ServiceManager
 from freetokend.daemon.options import Options, parse_options
-from freetokend.daemon.preflight import check_memory, check_model
+from freetokend.daemon.preflight import check_memory, check_model, check_start
 from freetokend.daemon.service import Service, ServicePlan
 
 _log = logs.logger(__name__)
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse_options(argv)
         plan = make_plan(options)
         if options.check_config:
+            check_start(plan.config, plan.index)
             _print_checked(plan)
             return 0
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from freetokend.control import check_control
+from freetokend.core.config import ResolvedConfig
 from freetokend.core.errors import ModelDataError
 from freetokend.core.host_facts import HostMemory
+from freetokend.daemon.http import check_http
 from freetokend.ftw.index import INDEX_FILE, FtwIndex, read_index
-from freetokend.native.pool import pool_length_bytes
+from freetokend.link.control_side import LinkServer
+from freetokend.native.pool import create_pool_file, pool_length_bytes
 from freetokend.policy.memory import MemoryDemand, require_host_memory
+from freetokend.serving.model_text import load_model_text
 
 
 def check_model(directory: Path) -> FtwIndex:
@@ -41,3 +49,37 @@ def check_memory(index: FtwIndex, memory: HostMemory) -> None:
     Keys, values and workspace are sized by the engine into what is left, and checked there.
     """
     require_host_memory(memory, MemoryDemand(pool_bytes=pool_length_bytes(index.region_bytes)))
+
+
+def check_start(config: ResolvedConfig, index: FtwIndex | None) -> None:
+    """Raises what a start by this user would, in its order, of addresses, directories, the group
+    and the tokenizer. Leaves nothing behind; a service that runs already is not in the way.
+
+    `index` is None for a scripted engine, which has no pool.
+    """
+    check_http(config.http.host, config.http.port)
+    link_dir = Path(config.service.runtime_dir) / "link"
+    sockets = (Path(config.control.admin_socket), Path(config.control.monitor_socket))
+    with _made_for_now(link_dir, *(socket.parent for socket in sockets)):
+        LinkServer(link_dir).prepare()
+        if index is not None:
+            directory = config.pool.directory or None
+            create_pool_file(
+                "freetoken-check", index.region_bytes, index.identity, directory
+            ).close()
+        check_control(config)
+    load_model_text(Path(config.model.path))
+
+
+@contextlib.contextmanager
+def _made_for_now(*directories: Path) -> Iterator[None]:
+    """Removes in the end those of `directories` and of their parents that are missing now."""
+    around = {path for one in directories for path in (one, *one.parents)}
+    missing = [path for path in around if not os.path.lexists(path)]
+    try:
+        yield
+    finally:
+        # Deepest first. One that somebody uses by now is not empty, and stays.
+        for path in sorted(missing, key=lambda path: len(path.parts), reverse=True):
+            with contextlib.suppress(OSError):
+                path.rmdir()

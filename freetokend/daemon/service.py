@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
-import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -21,15 +19,9 @@ import freetokend
 from freetokend.control import ControlPlane, serve_control
 from freetokend.core import logs
 from freetokend.core.config import EnvironmentFacts, ResolvedConfig
-from freetokend.core.errors import (
-    ConfigError,
-    FreetokenError,
-    InternalError,
-    Reason,
-    UnavailableError,
-)
+from freetokend.core.errors import FreetokenError, InternalError
 from freetokend.daemon.access_log import AccessLog
-from freetokend.daemon.http import HttpServer, bind_http, http_address
+from freetokend.daemon.http import HttpServer, http_address, listen
 from freetokend.daemon.notify import ServiceManager, own_watchdog_s
 from freetokend.daemon.reporting import ManagerReporter
 from freetokend.ftw.index import FtwIndex
@@ -283,18 +275,6 @@ class Service:
             hurry.cancel()
             await _cancelled(orderly)
         await supervisor.stop(drain_timeout_s=0.0, exit_timeout_s=0.0)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """As `bind_http`, but what may pass by itself is `UnavailableError`: a port that another
-    program still holds, an address that the network has not brought up yet."""
-    try:
-        return bind_http(host, port)
-    except ConfigError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-            raise UnavailableError(error.message, reason=Reason.ADDRESS_IN_USE) from cause
-        raise
 
 
 async def _bounded(part: str, stop: Callable[[], Awaitable[None]]) -> None:

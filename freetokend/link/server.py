@@ -120,14 +120,18 @@ class LinkServer(pb_grpc.EngineLinkServicer):
         """What the engine gets as --link."""
         return f"unix:{self._path}"
 
-    async def start(self) -> None:
-        """Make the directory private, listen. Raises `ConfigError` when the place is unusable."""
+    def prepare(self) -> None:
+        """The part of `start` that can show the place to be unusable; listens to nothing."""
         prepare_private_directory(self._directory)
         if len(os.fsencode(self._path)) > _MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
                 f"the socket path {self._path} is longer than the {_MAX_SOCKET_PATH_BYTES} bytes "
                 "a Unix socket allows: choose a shorter [service] runtime_dir"
             )
+
+    async def start(self) -> None:
+        """Make the directory private, listen. Raises `ConfigError` when the place is unusable."""
+        self.prepare()
         _remove_dead_sockets(self._directory)
         server = grpc.aio.server(options=list(CHANNEL_OPTIONS))
         pb_grpc.add_EngineLinkServicer_to_server(self, server)  # type: ignore[no-untyped-call]

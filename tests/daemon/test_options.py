@@ -11,9 +11,9 @@ import pytest
 from freetokend.core.config import gather_facts, load_config, resolve
 from freetokend.core.errors import REACTIONS, ConfigError, Reason, UnavailableError
 from freetokend.daemon.exit_codes import EXIT_CODES, exit_codes_text
-from freetokend.daemon.http import bind_http, http_address
+from freetokend.daemon.http import bind_http, http_address, listen
 from freetokend.daemon.options import parse_options
-from freetokend.daemon.service import ServicePlan, engine_argv, engine_environment, listen
+from freetokend.daemon.service import ServicePlan, engine_argv, engine_environment
 
 
 def test_shorthands_and_set_become_overrides() -> None:

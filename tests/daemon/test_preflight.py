@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from freetokend.core.errors import ModelDataError, Reason, ResourceError
+from freetokend.core.config import ResolvedConfig, gather_facts, load_config, resolve
+from freetokend.core.errors import ConfigError, ModelDataError, Reason, ResourceError
 from freetokend.core.host_facts import HostMemory
-from freetokend.daemon.preflight import check_memory, check_model
+from freetokend.daemon.preflight import check_memory, check_model, check_start
 from freetokend.ftw.convert import convert
 from freetokend.ftw.index import FtwIndex
 from freetokend.native.pool import pool_length_bytes
@@ -66,3 +67,34 @@ def test_tightest_limit_is_named_with_the_numbers(
 ) -> None:
     with pytest.raises(ResourceError, match=words):
         check_memory(index, memory)
+
+
+def configured(model: Path, runtime_dir: Path, **more: str) -> ResolvedConfig:
+    values = {"model.path": str(model), "service.runtime_dir": str(runtime_dir), "http.port": 0}
+    values |= {key.replace("__", "."): value for key, value in more.items()}
+    return resolve(load_config(None, overrides=values), gather_facts())
+
+
+def test_a_start_that_would_do_leaves_nothing(
+    checkpoint: Path, index: FtwIndex, tmp_path: Path
+) -> None:
+    check_start(configured(checkpoint.with_name("ftw"), tmp_path / "a" / "run"), index)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pool_directory_that_does_not_exist_is_named(
+    checkpoint: Path, index: FtwIndex, tmp_path: Path
+) -> None:
+    config = configured(
+        checkpoint.with_name("ftw"), tmp_path / "run", pool__directory=str(tmp_path / "none")
+    )
+    with pytest.raises(ConfigError, match=r"pool\.directory .*none is not a directory"):
+        check_start(config, index)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_tokenizer_is_named(index: FtwIndex, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    with pytest.raises(ModelDataError, match=r"tokenizer\.json is missing"):
+        check_start(configured(model, tmp_path / "run"), index)

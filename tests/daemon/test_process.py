@@ -319,3 +319,39 @@ async def test_check_config_prints_every_value_and_starts_nothing(tmp_path: Path
         assert 'model.id = "tiny"' in out
         assert "engine.threads = " in out
         assert not running.runtime_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1"),
+        (("--host", "no-such-host.invalid"), "cannot listen on no-such-host.invalid"),
+        (("--set", "control.admin_group=no-such-group"), '"no-such-group" does not exist'),
+        (("--set", "service.runtime_dir=/proc/none"), "/proc/none"),
+    ],
+)
+async def test_check_config_says_what_the_start_says(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    said = []
+    for check in ((), ("--check-config",)):
+        async with scripted_daemon(CYCLE, *arguments, *check) as running:
+            status = await running.wait_exit()
+            complaints = [line for line in running.lines if line.startswith("freetokend: ")]
+            said.append((status, complaints))
+            assert not check or not running.runtime_dir.exists()
+    assert said[0] == said[1]
+    assert words in said[1][1][0]
+
+
+async def test_check_config_is_not_disturbed_by_the_running_service() -> None:
+    async with scripted_daemon(CYCLE) as running:
+        base_url = await ready(running)
+        place = ("--set", f"service.runtime_dir={running.runtime_dir}")
+        port = base_url.rpartition(":")[2]
+        same = ("--port", port, *place, "--check-config")
+        async with scripted_daemon(CYCLE, *same) as check:
+            assert await check.wait_exit() == 0, check.log
+        async with client(base_url) as http:
+            assert (await http.post("/v1/completions", json=completion(2))).status_code == 200
+        await get_status(running)
