@@ -182,7 +182,8 @@ def _life(inputs: HealthInputs, limits: Thresholds, stalled: bool) -> Iterator[t
             yield (
                 "engine-failed",
                 f"The engine has ended and is not started again: {cause}. Read its "
-                "log (as a service: `journalctl -u freetokend`), correct the cause, start it again.",
+                "log (as a service: `journalctl -u freetokend`), correct the cause, and start it "
+                "again.",
             )
         case HealthState.RESTARTING:
             wait_s = inputs.next_restart_s
