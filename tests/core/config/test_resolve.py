@@ -26,7 +26,7 @@ FACTS = EnvironmentFacts(
     runtime_dir_reason="XDG_RUNTIME_DIR of this user",
     state_dir="/home/u/.local/state/freetokend",
     state_dir_reason="below this user's home directory",
-    working_dir="/work",
+    working_dir="/srv",
     home_dir="/home/u",
     stderr_is_journal=False,
     allowed_cpus_count=16,
@@ -127,8 +127,8 @@ def test_pool_directory_and_log_format() -> None:
 
 def test_sockets_follow_the_runtime_directory() -> None:
     resolved = decided({"service.runtime_dir": "run"})
-    assert resolved.control.admin_socket == "/work/run/admin.sock"
-    assert resolved.control.monitor_socket == "/work/run/monitor.sock"
+    assert resolved.control.admin_socket == "/srv/run/admin.sock"
+    assert resolved.control.monitor_socket == "/srv/run/monitor.sock"
 
 
 def test_relative_paths_of_a_file_start_at_that_file(tmp_path: Path) -> None:
