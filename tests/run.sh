@@ -33,15 +33,20 @@ fetch_promtool() {
   [ ! -x "$TOOLS/usr/bin/promtool" ] || return 0
   note "promtool, out of the package prometheus"
   mkdir -p "$TOOLS"
-  (cd "$TOOLS" && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . && rm -f ./*.deb) ||
+  cd "$TOOLS"
+  # apt's lists may be missing or old where every other package was there already
+  apt-get download -qq prometheus || { as_root apt-get update -qq && apt-get download -qq prometheus; } ||
     die "the Debian package prometheus could not be downloaded: run apt-get update as root and try again."
+  dpkg-deb -x prometheus_*.deb . && rm -f ./*.deb
+  cd "$ROOT"
 }
 
 set_up() {
   apt_install "the virtual environment, the native build and the tests" \
     python3 python3-venv python3-dev g++ cmake ninja-build ca-certificates \
     systemd shellcheck
-  need_disk_bytes "$ROOT" 6000000000 "The test suite"
+  # a CUDA build of torch, three sanitizer builds, and the demo models in the cache
+  need_disk_bytes "$ROOT" 15000000000 "The test suite"
   fetch_promtool
   make_venv
   install_project engine demo test
