@@ -8,6 +8,7 @@ import torch
 from freetokend.engine.sampling import NotNumbersError, sample_row
 from freetokend.engine.work import SequenceOutcome, SequenceWork, StepOutcome, StepWork
 from freetokend.kvcache.batch import KvStore, SequenceSpan, kv_batch
+from freetokend.native.sampling import Sampler
 from freetokend.tensor.protocols import StepInput, StepProgram
 
 
@@ -17,6 +18,7 @@ class Engine:
     def __init__(self, program: StepProgram, kv: KvStore) -> None:
         self._program = program
         self._kv = kv
+        self._sampler = Sampler()
 
     @torch.inference_mode()
     def run(self, work: StepWork) -> StepOutcome:
@@ -47,16 +49,17 @@ class Engine:
         rows = logits.to(torch.float32).numpy()
         return StepOutcome(
             outcomes=tuple(
-                _outcome(sequences[index], row) for index, row in zip(sampled, rows, strict=False)
+                self._outcome(sequences[index], row)
+                for index, row in zip(sampled, rows, strict=False)
             )
         )
 
-
-def _outcome(
-    sequence: SequenceWork, row: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-) -> SequenceOutcome:
-    try:
-        token_id = sample_row(row, sequence.sampling, sequence.draw_index or 0)
-    except NotNumbersError as error:
-        return SequenceOutcome(key=sequence.key, token_id=None, error=str(error))
-    return SequenceOutcome(key=sequence.key, token_id=token_id)
+    def _outcome(
+        self, sequence: SequenceWork, row: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    ) -> SequenceOutcome:
+        draw_index = sequence.draw_index or 0
+        try:
+            token_id = sample_row(self._sampler, row, sequence.sampling, draw_index)
+        except NotNumbersError as error:
+            return SequenceOutcome(key=sequence.key, token_id=None, error=str(error))
+        return SequenceOutcome(key=sequence.key, token_id=token_id)

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings_sampling.h"
 #include "src/executor.h"
 #include "src/isa.h"
 #include "src/layout.h"
@@ -154,6 +155,7 @@ void bind_executor(py::module_& module) {
 PYBIND11_MODULE(_exec, module) {
   module.doc() = "CPU kernels and the executor's threads.";
   bind_executor(module);
+  bind_sampling(module);
   module.def("available_isas", &available_isas);
   module.def(
       "rows16_bytes",

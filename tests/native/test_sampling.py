@@ -1,0 +1,183 @@
+"""The native sampler against its numpy reference, its generator and its refusals."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freetokend.core.errors import InternalError
+from freetokend.native.sampling import Sample, Sampler
+from tests.native.sampling_oracle import Filters, Row, choose
+
+# Choices nearer to a boundary than this may go either way.
+MARGIN = 1e-6
+
+
+def sample(row: Row, filters: Filters, seed: int = 0, draw_index: int = 0) -> Sample:
+    row = np.ascontiguousarray(row, np.float32)
+    return Sampler().sample_row(
+        row.ctypes.data,
+        vocab_size=row.size,
+        temperature=filters.temperature,
+        top_k=filters.top_k,
+        top_p=filters.top_p,
+        min_p=filters.min_p,
+        seed=seed,
+        draw_index=draw_index,
+    )
+
+
+def differences(row: Row, filters: Filters, seed: int, draws: range) -> int:
+    """Draws that differ from the reference within the margin; beyond it none may."""
+    close = 0
+    for draw_index in draws:
+        expected = choose(row, filters, seed, draw_index)
+        if sample(row, filters, seed, draw_index).token_id != expected.token_id:
+            assert expected.margin < MARGIN, (filters, seed, draw_index)
+            close += 1
+    return close
+
+
+@pytest.mark.parametrize(
+    ("seed", "draw_index"),
+    [(0, 0), (1, 0), (0, 1), (2**64 - 1, 2**64 - 1), (2**63, 2**32), (2**64 - 1, 2**64 - 2)],
+)
+def test_the_generator_is_numpys_philox(seed: int, draw_index: int) -> None:
+    # Equal weights: the token is the first ten bits of the draw.
+    row = np.zeros(1024, np.float32)
+    bits = int(np.random.Philox(key=seed, counter=draw_index).random_raw())
+    assert sample(row, Filters(temperature=1.0), seed, draw_index).token_id == bits >> 54
+
+
+@given(seed=st.integers(0, 2**64 - 1), draw_index=st.integers(0, 2**64 - 1))
+@settings(max_examples=300, deadline=None)
+def test_the_generator_is_numpys_philox_for_any_key_and_counter(seed: int, draw_index: int) -> None:
+    row = np.zeros(1 << 12, np.float32)
+    bits = int(np.random.Philox(key=seed, counter=draw_index).random_raw())
+    assert sample(row, Filters(temperature=1.0), seed, draw_index).token_id == bits >> 52
+
+
+filters = st.builds(
+    Filters,
+    temperature=st.sampled_from([1e-300, 0.25, 0.7, 1.0, 2.0, 1e300]),
+    top_k=st.one_of(st.just(0), st.integers(1, 70), st.just(2**40)),
+    top_p=st.sampled_from([0.0, 1e-6, 0.11, 0.5, 0.93, 0.9999999, 1.0]),
+    min_p=st.sampled_from([0.0, 1e-30, 0.03, 0.3, 1.0]),
+)
+# Few distinct values: ties everywhere. -inf: forbidden tokens.
+logits = st.one_of(st.integers(-40, 40).map(lambda value: value / 4), st.just(-math.inf))
+rows = (
+    st.lists(logits, min_size=1, max_size=60)
+    .filter(lambda values: any(map(math.isfinite, values)))
+    .map(lambda values: np.array(values, np.float32))
+)
+
+
+@given(row=rows, filters=filters, seed=st.integers(0, 2**64 - 1))
+@settings(max_examples=500, deadline=None)
+def test_small_rows_with_ties_agree_with_the_reference(
+    row: Row, filters: Filters, seed: int
+) -> None:
+    differences(row, filters, seed, range(10))
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 255, 256, 257, 512, 513, 5000, 152_064])
+def test_random_rows_agree_with_the_reference(size: int) -> None:
+    rng = np.random.default_rng(size)
+    draws, close = 0, 0
+    for spread in (0.01, 1.0, 4.0):
+        row = (rng.normal(size=size) * spread).astype(np.float32)
+        for top_k, top_p, min_p in [
+            (0, 1.0, 0.0),
+            (0, 0.95, 0.0),
+            (0, 0.3, 0.0),
+            (40, 1.0, 0.0),
+            (700, 0.9, 0.0),
+            (0, 1.0, 0.05),
+            (50, 0.99, 0.01),
+        ]:
+            chosen = Filters(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
+            few = range(6 if size < 10_000 else 1)
+            close += differences(row, chosen, size, few)
+            draws += len(few)
+    assert close <= max(1, draws // 50), "close calls are rare in random rows"
+
+
+def test_a_nucleus_of_a_flat_row_is_cut_by_id() -> None:
+    row = np.zeros(4096, np.float32)
+    row[::2] = 0.001  # the even ids come first, then the odd ones
+    chosen = Filters(temperature=1.0, top_p=0.75)
+    drawn = {sample(row, chosen, 1, index).token_id for index in range(4000)}
+    odd = [token for token in drawn if token is not None and token % 2]
+    assert 1500 < max(odd) < 2060
+    assert max(token for token in drawn if token is not None and token % 2 == 0) > 4000
+
+
+@given(
+    values=st.lists(st.integers(-8, 8), min_size=1, max_size=600),
+    shift=st.sampled_from([0.0, -1e4, 1e4]),
+)
+@settings(max_examples=200, deadline=None)
+def test_greedy_takes_the_lowest_of_equal_ids(values: list[int], shift: float) -> None:
+    row = np.array(values, np.float32) + np.float32(shift)
+    best = sample(row, Filters(temperature=0.0, top_k=1, top_p=0.1, min_p=1.0))
+    assert best == Sample(token_id=int(np.argmax(row)), peak=float(row.max()))
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 300, 1000])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+def test_a_number_that_is_none_is_found_anywhere(size: int, bad: float) -> None:
+    for place in range(0, size, 11):
+        row = np.zeros(size, np.float32)
+        row[place] = bad
+        found = sample(row, Filters(temperature=0.0))
+        assert found.token_id is None
+        assert np.array_equal(found.peak, abs(bad), equal_nan=True)
+
+
+def test_a_row_of_forbidden_tokens_has_no_token() -> None:
+    row = np.full(40, -np.inf, np.float32)
+    assert sample(row, Filters(temperature=1.0)) == Sample(token_id=None, peak=-math.inf)
+
+
+def test_weights_that_vanish_are_never_drawn() -> None:
+    row = np.full(3000, -500.0, np.float32)
+    row[[7, 2999]] = 0.0
+    drawn = {sample(row, Filters(temperature=1.0), 5, index).token_id for index in range(40)}
+    assert drawn == {7, 2999}
+
+
+def test_a_memory_of_other_rows_changes_nothing() -> None:
+    rng = np.random.default_rng(3)
+    sampler = Sampler()
+    for size in (10, 5000, 300, 5001, 1):
+        row = rng.normal(size=size).astype(np.float32)
+        chosen = Filters(temperature=1.3, top_k=200, top_p=0.9, min_p=0.001)
+        again = sampler.sample_row(
+            row.ctypes.data,
+            vocab_size=size,
+            temperature=chosen.temperature,
+            top_k=chosen.top_k,
+            top_p=chosen.top_p,
+            min_p=chosen.min_p,
+            seed=9,
+            draw_index=4,
+        )
+        assert again == sample(row, chosen, 9, 4)
+
+
+@pytest.mark.parametrize(
+    "bad", [Filters(temperature=math.nan), Filters(temperature=-1.0), Filters(temperature=1.0)]
+)
+def test_wrong_calls_are_refused(bad: Filters) -> None:
+    row = np.zeros(0 if bad.temperature == 1.0 else 4, np.float32)
+    with pytest.raises(InternalError, match="sample_row"):
+        sample(row, bad)
+    with pytest.raises(InternalError, match="sample_row"):
+        Sampler().sample_row(
+            0, vocab_size=4, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, draw_index=0
+        )
