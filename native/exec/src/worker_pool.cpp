@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -39,6 +41,44 @@ cpu_set_t single(int cpu) {
   CPU_ZERO(&set);
   CPU_SET(static_cast<unsigned>(cpu), &set);
   return set;
+}
+
+// The kernel's struct sched_attr: its own header clashes with the <sched.h> of older C libraries.
+struct SchedulingAttributes {
+  std::uint32_t size = sizeof(SchedulingAttributes);
+  std::uint32_t policy = 0;
+  std::uint64_t flags = 0;
+  std::int32_t nice = 0;
+  std::uint32_t priority = 0;
+  std::uint64_t runtime_ns = 0;
+  std::uint64_t deadline_ns = 0;
+  std::uint64_t period_ns = 0;
+};
+
+// Asks for the shortest slice (0.1 ms) for the calling thread, if its policy is the normal one. Its
+// share of the cpu stays what it was, but when it wakes up within that share it is run at once
+// instead of at the next tick: the thread that waited for a held up one then runs together with it.
+// Linux before 6.12 ignores the wish. Two workers beside two pinned busy loops, jobs of 8 tiles
+// that do not wait for memory, median share of the undisturbed speed: 0.48-0.50 with a slice of
+// 0.1 ms, 0.46 with 1 ms, 0.40 with the default, 0.35 with 10 ms. One busy loop: 0.51 and 0.43.
+void ask_for_short_slices() {
+  constexpr std::uint64_t kSliceNs = 100'000;
+  SchedulingAttributes attributes;
+  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0) return;
+  if (attributes.policy != SCHED_OTHER && attributes.policy != SCHED_BATCH) return;
+  attributes.size = sizeof attributes;
+  attributes.flags = 0;
+  attributes.runtime_ns = kSliceNs;
+  syscall(SYS_sched_setattr, 0, &attributes, 0);
+}
+
+// Once for each thread that calls: its wish stays, as it changes no share.
+void settle_thread() {
+  thread_local const bool asked = [] {
+    ask_for_short_slices();
+    return true;
+  }();
+  static_cast<void>(asked);
 }
 
 std::uint32_t next_of(std::uint64_t claim) { return static_cast<std::uint32_t>(claim); }
@@ -90,6 +130,7 @@ void WorkerPool::run_tiles(std::size_t tiles, Tile tile, const void* context) {
     return;
   }
   if (tiles == 0) return;
+  settle_thread();
   settle_caller();
   tile_ = tile;
   context_ = context;
@@ -134,6 +175,7 @@ void WorkerPool::wait_for_stragglers() {
 }
 
 void WorkerPool::worker_main(int worker) {
+  settle_thread();
   const auto called = [this] {
     return has_tiles(claim_.load(std::memory_order_acquire)) ||
            stop_.load(std::memory_order_relaxed);

@@ -12,7 +12,9 @@ namespace freetoken::exec {
 
 // The calling thread is worker 0; worker i > 0 is pinned to cpus[i]. Tiles are claimed one by one
 // from a shared counter, so a worker that the scheduler does not run holds up nothing but the tile
-// it had already begun. Idle workers spin for `spin`, then sleep in the kernel.
+// it had already begun. Idle workers spin for `spin`, then sleep in the kernel. Workers, and every
+// thread that calls run(), ask the scheduler for short time slices, which helps them beside busy
+// neighbours and changes nobody's share.
 //
 // run() may be called by one thread at a time; the owner checks that.
 class WorkerPool {
