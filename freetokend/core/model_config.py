@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from freetokend.core.config_fields import ConfigFields
+from freetokend.core.quantization_config import parse_quantization
 from freetokend.core.rope_config import RopeConfig, parse_rope
 
 _WHERE: Final = "config.json"
@@ -198,6 +199,7 @@ def parse_model_config(values: Mapping[str, object]) -> ModelConfig:
     fields = ConfigFields(values, _WHERE)
     architecture, family = _family(fields)
     _refuse_unsupported(fields, family)
+    parse_quantization(values, _WHERE)
     hidden_size = fields.integer("hidden_size", high=_MAX_SIZE)
     layers_count = fields.integer("num_hidden_layers", high=_MAX_LAYERS)
     q_heads = fields.integer("num_attention_heads", high=_MAX_SIZE)
@@ -298,8 +300,6 @@ def _refuse_unsupported(fields: ConfigFields, family: _Family) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         found.append(f"hidden_act {activation!r} (silu is)")
-    if fields.has("quantization_config"):
-        found.append("quantization_config (bf16, fp16 and fp32 weights are)")
     if family.attention_bias is False and fields.flag("attention_bias", False):
         found.append("attention_bias in this family")
     if fields.flag("mlp_bias", False):

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk: config.json and one or many safetensors files."""
+"""A checkpoint on disk: config.json and safetensors files, or config.json and a GGUF model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from freetokend.core.errors import ModelDataError
 from freetokend.ftw.contents import SourceIdentity
+from freetokend.ftw.gguf_files import gguf_names, read_gguf_model
+from freetokend.ftw.gguf_header import Value
 from freetokend.ftw.reader import CONFIG_FILE, read_json_object
 from freetokend.ftw.safetensors import SourceFile, SourceTensor, read_exactly, read_header
 from freetokend.ftw.strict_json import JsonObject, io_error, parse_json, read_file
@@ -30,7 +32,9 @@ _FILE: Final = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,200}\.safetensors")
 class Checkpoint:
     """An open checkpoint: every header has been read and checked, the files stay open.
 
-    tensors: by name; config: the object in config.json. Close it, or use it as a context.
+    tensors: by name; config: the object in config.json; gguf_values: metadata of a GGUF model,
+    whose tensors have its own names and types, None for safetensors. Close it, or use it as a
+    context.
     ModelDataError when files are missing, damaged or contradict each other.
     """
 
@@ -41,6 +45,7 @@ class Checkpoint:
         )
         self.tensors: dict[str, SourceTensor] = {}
         self.files: tuple[SourceFile, ...] = ()
+        self.gguf_values: Mapping[str, Value] | None = None
         self._descriptors: dict[str, int] = {}
         try:
             self._open_all()
@@ -102,6 +107,25 @@ class Checkpoint:
                     )
 
     def _open_all(self) -> None:
+        names = gguf_names(self.directory)
+        if names:
+            self._open_gguf(names)
+        else:
+            self._open_safetensors()
+
+    def _open_gguf(self, names: list[str]) -> None:
+        for name in (SINGLE_FILE, WEIGHT_MAP_FILE):
+            if (self.directory / name).exists():
+                raise ModelDataError(
+                    f"{self.directory} holds both {name} and {names[0]}; keep the one to be "
+                    f"converted in a directory of its own, beside its config.json."
+                )
+        model = read_gguf_model(names, self.directory, self._open)
+        self.files = model.files
+        self.tensors = dict(model.tensors)
+        self.gguf_values = model.values
+
+    def _open_safetensors(self) -> None:
         weight_map = self._weight_map()
         names = [SINGLE_FILE] if weight_map is None else sorted(set(weight_map.values()))
         files = []
@@ -126,7 +150,7 @@ class Checkpoint:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             hint = (
-                f"expected {SINGLE_FILE}, or {WEIGHT_MAP_FILE} and the files it names"
+                f"expected {SINGLE_FILE}, or {WEIGHT_MAP_FILE} and the files it names, or a .gguf"
                 if path.name == SINGLE_FILE
                 else f"{WEIGHT_MAP_FILE} names it; download it again"
             )

@@ -21,7 +21,7 @@ from freetokend.ftw.strict_json import JsonObject, io_error, parse_json
 
 MAX_HEADER_BYTES: Final = 100_000_000  # the format's own limit
 _MAX_SIZE: Final = 1 << 48
-_NAME: Final = re.compile(r"[ -~]{1,512}")
+TENSOR_NAME: Final = re.compile(r"[ -~]{1,512}")
 _DTYPE: Final = re.compile(r"[A-Z0-9_]{1,16}")
 # Bits per element of every type the format knows; only some can be converted.
 DTYPE_BITS: Final = {
@@ -128,7 +128,7 @@ def read_header(descriptor: int, path: Path) -> tuple[SourceFile, list[SourceTen
 def _tensor(
     table: JsonObject, name: str, value: object, file: str, start_bytes: int
 ) -> SourceTensor:
-    table.as_text("the name of a tensor", name, _NAME)
+    table.as_text("the name of a tensor", name, TENSOR_NAME)
     entry = JsonObject(value, f"{table.where}: {name}")
     dtype = entry.text("dtype", _DTYPE)
     if dtype not in DTYPE_BITS:
