@@ -112,32 +112,30 @@ class TransposedSource:
     words_along_rows: bool
 
     def read_rows(self, first_row: int, count: int) -> QuantMatrix:
-        """See `MatrixSource`. Reads whole tensors: the rows asked for are columns of theirs."""
-        per_word = 32 // self.bits
+        """See `MatrixSource`. The rows asked for are columns of the tensors."""
         last_row = first_row + count
         if self.words_along_rows:
-            elements = self._along_rows(self.codes, first_row, last_row, _AWQ_PLACES)
+            places: Sequence[int] = _AWQ_PLACES
+            elements = self._along_rows(self.codes, first_row, last_row, places)
         else:
-            words = self.parts.whole(self.codes).reshape(-1, self.rows_count, 4)
-            chosen = words[:, first_row:last_row].transpose(1, 0, 2)
-            elements = split_words(np.ascontiguousarray(chosen).reshape(count, -1), self.bits)
-        places = _AWQ_PLACES if self.words_along_rows else tuple(range(per_word))
+            places = range(32 // self.bits)
+            words = self.parts.window(self.codes, first_row * 4, last_row * 4)
+            by_row = words.reshape(-1, count, 4).transpose(1, 0, 2)
+            elements = split_words(np.ascontiguousarray(by_row).reshape(count, -1), self.bits)
         zeros = self._along_rows(self.zeros, first_row, last_row, places)
-        scales = self.parts.whole(self.scales).view(np.uint16).reshape(-1, self.rows_count)
-        chosen_scales = np.ascontiguousarray(scales[:, first_row:last_row].T)
-        return quant_matrix(
-            self.format, elements, chosen_scales.view(np.uint8), self._checked(zeros)
-        )
+        scales = halves(self.parts.window(self.scales, first_row * 2, last_row * 2))
+        by_row_scales = np.ascontiguousarray(scales.T).view(np.uint8)
+        return quant_matrix(self.format, elements, by_row_scales, self._checked(zeros))
 
     def _along_rows(
         self, tensor: SourceTensor, first_row: int, last_row: int, places: Sequence[int]
     ) -> U8:
         """Rows of the matrix whose words, [m, N/per_word], run along them: u8 [count, m]."""
         per_word = 32 // self.bits
-        words = self.parts.whole(tensor).reshape(tensor.shape[0], -1, 4)
         # Row blocks start at multiples of 16, so at whole words; the end may be inside of one.
-        chosen = words[:, first_row // per_word : -(-last_row // per_word)]
-        elements = split_words(np.ascontiguousarray(chosen).reshape(-1, 4), self.bits)
+        start, end = first_row // per_word * 4, -(-last_row // per_word) * 4
+        words = self.parts.window(tensor, start, end)
+        elements = split_words(words.reshape(-1, 4), self.bits)
         in_order = elements[:, list(places)].reshape(tensor.shape[0], -1)
         return np.ascontiguousarray(in_order[:, : last_row - first_row].T)
 

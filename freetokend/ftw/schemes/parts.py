@@ -20,6 +20,9 @@ WEIGHT: Final = ".weight"
 HALVES: Final = {"F16": "f16", "BF16": "bf16"}
 FLOATS: Final = ("F32", "BF16", "F16")
 
+# A part of every row costs one read each: about what copying four times as many bytes costs.
+_WHOLE_SHARE: Final = 4
+
 
 class Parts:
     """The tensors of a checkpoint, with an account of those that were used."""
@@ -76,6 +79,19 @@ class Parts:
     def whole(self, tensor: SourceTensor) -> U8:
         """All bytes of a tensor, in one dimension."""
         return self._checkpoint.read(tensor, 0, tensor.length_bytes)
+
+    def window(self, tensor: SourceTensor, start_bytes: int, end_bytes: int) -> U8:
+        """Bytes [start, end) of every row of a matrix: u8 [rows, end - start]."""
+        rows = tensor.shape[0]
+        row_bytes = tensor.length_bytes // rows
+        if (end_bytes - start_bytes) * _WHOLE_SHARE >= row_bytes:
+            whole = self.whole(tensor).reshape(rows, row_bytes)
+            return np.ascontiguousarray(whole[:, start_bytes:end_bytes])
+        out = np.empty((rows, end_bytes - start_bytes), np.uint8)
+        for row in range(rows):
+            start = row * row_bytes + start_bytes
+            out[row] = self._checkpoint.read(tensor, start, end_bytes - start_bytes)
+        return out
 
     def scalar(self, tensor: SourceTensor) -> float:
         """The one fp32 number in `tensor`. ModelDataError when it is not finite and positive."""

@@ -66,12 +66,13 @@ def write_gguf(
     facts: Mapping[str, int] | None = None,
     kinds: Mapping[str, Type] | None = None,
     leave_out: tuple[str, ...] = (),
+    extra: Mapping[str, Values] | None = None,
     **more: Any,
 ) -> dict[str, Values]:
     """A directory with config.json, tokenizer and model.gguf. What the file means, by HF name.
 
     kind: of all matrices but the router; kinds: of single ones, by GGUF name; facts: metadata that
-    is to differ.
+    is to differ; leave_out, extra: tensors by GGUF name.
     """
     write = write_tiny_mixtral if mixtral else write_tiny_qwen3_moe
     sizes = {"hidden": 256, "inter": 256, "experts": 4, "layers": 1, "heads": 4, "kv_heads": 2}
@@ -81,7 +82,8 @@ def write_gguf(
     architecture = "llama" if mixtral else "qwen3moe"
     writer = gguf.GGUFWriter(directory / "model.gguf", architecture)
     said = {"block_count": 1, "embedding_length": 256, "attention.head_count": 4}
-    said |= {"attention.head_count_kv": 2, "expert_count": 4, "expert_used_count": 2}
+    experts = (sizes | more)["experts"]
+    said |= {"attention.head_count_kv": 2, "expert_count": experts, "expert_used_count": 2}
     for key, value in (said | dict(facts or {})).items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_array("tokenizer.ggml.tokens", [f"token {number}" for number in range(300)])
@@ -107,6 +109,8 @@ def write_gguf(
             exact = unpaired(exact, HEADS[place])
         for number, member in enumerate(members):
             meaning[member] = exact[number] if "_exps" in name else exact
+    for name, value in (extra or {}).items():
+        writer.add_tensor(name, value)
     if mixtral:
         writer.add_tensor("rope_freqs.weight", np.ones(32, np.float32))
     writer.write_header_to_file()
