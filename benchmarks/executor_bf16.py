@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.result import Row, write
-from freetokend.native.executor import Executor, expert_bf16_bytes, rows16_bytes
+from freetokend.native.executor import Executor, expert_bytes, rows16_bytes
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 # Of the read ceiling, at batch 1: the goal for bf16 weights.
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def record_bytes(self) -> int:
-        return -(-expert_bf16_bytes(self.hidden_size, self.intermediate_size) // 4096) * 4096
+        return -(-expert_bytes("bf16", self.hidden_size, self.intermediate_size) // 4096) * 4096
 
 
 SHAPES: Final = (
@@ -151,7 +151,7 @@ class Bench:
 
         def call(index: int) -> None:
             first = index % batches * tokens * shape.top_k
-            self._executor.experts_bf16(
+            self._executor.experts(
                 x.ctypes.data,
                 order.ctypes.data + 4 * first,
                 weights.ctypes.data,
@@ -174,7 +174,7 @@ class Bench:
         matrices = self._memory.length_bytes // matrix_bytes
 
         def call(index: int) -> None:
-            self._executor.linear_bf16(
+            self._executor.linear(
                 x.ctypes.data,
                 self._memory.address + index * 7 % matrices * matrix_bytes,
                 y.ctypes.data,
@@ -187,10 +187,10 @@ class Bench:
 
     def decode(self) -> None:
         for shape in SHAPES:
-            expert_bytes = expert_bf16_bytes(shape.hidden_size, shape.intermediate_size)
+            record_bytes = expert_bytes("bf16", shape.hidden_size, shape.intermediate_size)
             self._compare(
                 f"experts {shape.name} 1 token",
-                (expert_bytes * shape.top_k, self._experts_call(shape, 1)),
+                (record_bytes * shape.top_k, self._experts_call(shape, 1)),
                 self._read_call(),
                 "GB/s",
                 DECODE_GOAL_RATIO,

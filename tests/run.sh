@@ -43,7 +43,7 @@ fetch_promtool() {
 
 set_up() {
   apt_install "the virtual environment, the native build and the tests" \
-    python3 python3-venv python3-dev g++ cmake ninja-build ca-certificates \
+    python3 python3-venv python3-dev g++ cmake ninja-build ca-certificates libgtest-dev \
     systemd shellcheck
   # a CUDA build of torch, three sanitizer builds, and the demo models in the cache
   need_disk_bytes "$ROOT" 15000000000 "The test suite"

@@ -42,7 +42,7 @@ class CpuExpertDispatch:
                 f"{list(weights.shape)}; the bank's hidden size is {bank.hidden_size}"
             )
         partial = torch.empty((tokens, top_k, bank.hidden_size), dtype=torch.float32)
-        self._executor.experts_bf16(
+        self._executor.experts(
             address_of(x, torch.bfloat16),
             address_of(expert_ids, torch.int32),
             address_of(weights, torch.float32),

@@ -6,7 +6,7 @@ class Executor:
     def isa(self) -> str: ...
     @property
     def threads_count(self) -> int: ...
-    def linear_bf16(
+    def linear(
         self,
         x: int,
         w: int,
@@ -16,8 +16,10 @@ class Executor:
         in_features: int,
         out_features: int,
         bias: int,
+        weight_format: str,
+        fast: bool,
     ) -> None: ...
-    def experts_bf16(
+    def experts(
         self,
         x: int,
         expert_ids: int,
@@ -31,6 +33,12 @@ class Executor:
         bank: int,
         record_bytes: int,
         experts_count: int,
+        weight_format: str,
+        has_bias: bool,
+        activation: str,
+        activation_limit: float,
+        activation_alpha: float,
+        fast: bool,
     ) -> None: ...
     def merge(self, y: int, out: int, *, tokens: int, top_k: int, hidden_size: int) -> None: ...
     def rms_norm(
@@ -96,6 +104,9 @@ class Sampler:
 
 def available_isas() -> list[str]: ...
 def rows16_bytes(rows: int, columns: int) -> int: ...
-def expert_bf16_bytes(hidden_size: int, intermediate_size: int) -> int: ...
+def expert_bytes(
+    weight_format: str, hidden_size: int, intermediate_size: int, has_bias: bool
+) -> int: ...
+def matrix_bytes(weight_format: str, rows: int, columns: int) -> int: ...
 def pack_rows16(source: int, rows: int, columns: int, packed: int) -> None: ...
 def unpack_rows16(packed: int, rows: int, columns: int, target: int) -> None: ...

@@ -2,11 +2,13 @@
 
 Buffers are passed as addresses (int): the callers own them, keep them alive during the call and
 check contiguity and dtype. Shapes: T tokens, k experts per token, H hidden size, N output and K
-input features, Nq/Nkv heads, D head size, S sequences. Weights are in the "rows16" layout: blocks
-of 16 rows, columns in pairs, [row block][column pair][row in block][element of the pair].
+input features, Nq/Nkv heads, D head size, S sequences. Weights are in the "rows16" layout of their
+format: blocks of 16 rows, as docs/ftw.md describes.
 
 Numerics: an output element depends on its own row and token only, never on the number of tokens,
 threads or the blocking; equal inputs give equal bits within one instruction set. Sums are fp32.
+With numerics "exact" activations are used as the bf16 they are; with "fast" they are rounded to
+int8 with a scale per 32 columns where the weight format is an integer or 4-bit one.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from freetokend.core.errors import ConfigError, InternalError, Reason, ResourceError
 from freetokend.native import _exec
+
+Numerics = Literal["exact", "fast"]
 
 
 @contextmanager
@@ -43,9 +47,21 @@ def rows16_bytes(rows: int, columns: int) -> int:
     return _exec.rows16_bytes(rows, columns)
 
 
-def expert_bf16_bytes(hidden_size: int, intermediate_size: int) -> int:
-    """Bytes of one bf16 expert, without the padding of its record."""
-    return _exec.expert_bf16_bytes(hidden_size, intermediate_size)
+def matrix_bytes(weight_format: str, rows: int, columns: int) -> int:
+    """Bytes of a [rows, columns] matrix in the rows16 layout of a weight format.
+
+    InternalError for a name that is no format (docs/ftw.md lists them).
+    """
+    with _faults():
+        return _exec.matrix_bytes(weight_format, rows, columns)
+
+
+def expert_bytes(
+    weight_format: str, hidden_size: int, intermediate_size: int, *, has_bias: bool = False
+) -> int:
+    """Bytes of one expert of a weight format, without the padding of its record."""
+    with _faults():
+        return _exec.expert_bytes(weight_format, hidden_size, intermediate_size, has_bias)
 
 
 def pack_rows16(source: int, rows: int, columns: int, packed: int) -> None:
@@ -114,7 +130,7 @@ class Executor:
             raise InternalError("the CPU executor has been closed")
         return self._native
 
-    def linear_bf16(
+    def linear(  # noqa: PLR0913 - the addresses and sizes of one kernel call
         self,
         x: int,
         w: int,
@@ -124,13 +140,16 @@ class Executor:
         in_features: int,
         out_features: int,
         bias: int = 0,
+        weight_format: str = "bf16",
+        numerics: Numerics = "exact",
     ) -> None:
         """y = x W^T (+ bias).
 
-        x: bf16 [T, K]; w: rows16 bf16 [N, K]; bias: fp32 [N], 0 for none; y: fp32 [T, N].
+        x: bf16 [T, K]; w: [N, K] in the rows16 layout of `weight_format`; bias: fp32 [N], 0 for
+        none; y: fp32 [T, N].
         """
         with _faults():
-            self._open().linear_bf16(
+            self._open().linear(
                 x,
                 w,
                 y,
@@ -138,9 +157,11 @@ class Executor:
                 in_features=in_features,
                 out_features=out_features,
                 bias=bias,
+                weight_format=weight_format,
+                fast=numerics == "fast",
             )
 
-    def experts_bf16(  # noqa: PLR0913 - the addresses and sizes of one kernel call
+    def experts(  # noqa: PLR0913 - the addresses and sizes of one kernel call
         self,
         x: int,
         expert_ids: int,
@@ -154,19 +175,25 @@ class Executor:
         bank: int,
         record_bytes: int,
         experts_count: int,
+        weight_format: str = "bf16",
+        has_bias: bool = False,
         activation: str = "silu",
+        activation_limit: float = 0.0,
+        activation_alpha: float = 1.702,
+        numerics: Numerics = "exact",
     ) -> None:
-        """y[t, j] = weights[t, j] * expert(x[t]), expert = down(silu(gate x) * up x).
+        """y[t, j] = weights[t, j] * expert(x[t]), expert = down(act(gate x) * up x).
 
         x: bf16 [T, H]; expert_ids: int32 [T, k], record index inside the bank, or -1 for a row of
         zeros; weights: fp32 [T, k]; y: fp32 [T, k, H]. bank: address of the first of
-        `experts_count` records of `record_bytes`. Tokens are grouped by expert, so that an expert
-        shared by several tokens is read once. The product of gate and up is rounded to bf16.
+        `experts_count` records of `record_bytes`, in `weight_format`. Tokens are grouped by
+        expert, so that an expert shared by several tokens is read once. The product of gate and up
+        is rounded to bf16. activation: "silu", "gelu", "gelu_tanh" or "swiglu_oai"
+        ((up + 1) * gate * sigmoid(alpha * gate)); a limit above 0 clamps gate to at most it and up
+        to +-it.
         """
-        if activation != "silu":
-            raise InternalError(f"activation '{activation}' has no CPU kernel; only silu has")
         with _faults():
-            self._open().experts_bf16(
+            self._open().experts(
                 x,
                 expert_ids,
                 weights,
@@ -178,6 +205,12 @@ class Executor:
                 bank=bank,
                 record_bytes=record_bytes,
                 experts_count=experts_count,
+                weight_format=weight_format,
+                has_bias=has_bias,
+                activation=activation,
+                activation_limit=activation_limit,
+                activation_alpha=activation_alpha,
+                fast=numerics == "fast",
             )
 
     def merge(self, y: int, out: int, *, tokens: int, top_k: int, hidden_size: int) -> None:

@@ -127,7 +127,7 @@ class NativeLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         tokens = _rows(x, self._in_features)
         y = torch.empty(tokens, self._out_features, dtype=torch.float32)
-        self._executor.linear_bf16(
+        self._executor.linear(
             address_of(x, torch.bfloat16),
             self._weight,
             y.data_ptr(),

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "src/executor.h"
 #include "src/isa.h"
 #include "src/layout.h"
+#include "src/weight_format.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -32,32 +34,52 @@ Executor* make_executor(std::vector<int> cpus, double spin_s, const std::string&
                       isa);
 }
 
-void linear_bf16(Executor& executor, Address x, Address w, Address y, std::size_t tokens,
-                 std::size_t in_features, std::size_t out_features, Address bias) {
-  executor.linear_bf16({.x = at<const Bf16>(x),
-                        .w = at<const std::byte>(w),
-                        .bias = at<const float>(bias),
-                        .y = at<float>(y),
-                        .tokens = tokens,
-                        .in_features = in_features,
-                        .out_features = out_features});
+void linear(Executor& executor, Address x, Address w, Address y, std::size_t tokens,
+            std::size_t in_features, std::size_t out_features, Address bias,
+            const std::string& weight_format, bool fast) {
+  const LinearOutput output{.w = at<const std::byte>(w),
+                            .format = parse_weight_format(weight_format),
+                            .bias = at<const float>(bias),
+                            .y = at<float>(y),
+                            .out_features = out_features};
+  executor.linear({.x = at<const Bf16>(x),
+                   .tokens = tokens,
+                   .in_features = in_features,
+                   .outputs = {&output, 1},
+                   .fast = fast});
 }
 
-void experts_bf16(Executor& executor, Address x, Address expert_ids, Address weights, Address y,
-                  std::size_t tokens, std::size_t top_k, std::size_t hidden_size,
-                  std::size_t intermediate_size, Address bank, std::size_t record_bytes,
-                  std::size_t experts_count) {
-  executor.experts_bf16({.x = at<const Bf16>(x),
-                         .expert_ids = at<const std::int32_t>(expert_ids),
-                         .weights = at<const float>(weights),
-                         .y = at<float>(y),
-                         .tokens = tokens,
-                         .top_k = top_k,
-                         .hidden = hidden_size,
-                         .intermediate = intermediate_size,
-                         .bank = at<const std::byte>(bank),
-                         .record_bytes = record_bytes,
-                         .experts_count = experts_count});
+Activation parse_activation(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "swiglu_oai") return Activation::kSwigluOai;
+  throw std::invalid_argument("unknown activation '" + name + "'");
+}
+
+void experts(Executor& executor, Address x, Address expert_ids, Address weights, Address y,
+             std::size_t tokens, std::size_t top_k, std::size_t hidden_size,
+             std::size_t intermediate_size, Address bank, std::size_t record_bytes,
+             std::size_t experts_count, const std::string& weight_format, bool has_bias,
+             const std::string& activation, float activation_limit, float activation_alpha,
+             bool fast) {
+  executor.experts({.x = at<const Bf16>(x),
+                    .expert_ids = at<const std::int32_t>(expert_ids),
+                    .weights = at<const float>(weights),
+                    .y = at<float>(y),
+                    .tokens = tokens,
+                    .top_k = top_k,
+                    .hidden = hidden_size,
+                    .intermediate = intermediate_size,
+                    .bank = at<const std::byte>(bank),
+                    .record_bytes = record_bytes,
+                    .experts_count = experts_count,
+                    .format = parse_weight_format(weight_format),
+                    .has_bias = has_bias,
+                    .glu = {.activation = parse_activation(activation),
+                            .limit = activation_limit,
+                            .alpha = activation_alpha},
+                    .fast = fast});
 }
 
 void merge(Executor& executor, Address y, Address out, std::size_t tokens, std::size_t top_k,
@@ -124,11 +146,12 @@ void bind_executor(py::module_& module) {
       .def(py::init(&make_executor), "cpus"_a, py::kw_only(), "spin_s"_a, "isa"_a)
       .def_property_readonly("isa", [](const Executor& executor) { return executor.isa(); })
       .def_property_readonly("threads_count", &Executor::threads_count)
-      .def("linear_bf16", &linear_bf16, Release(), "x"_a, "w"_a, "y"_a, py::kw_only(), "tokens"_a,
-           "in_features"_a, "out_features"_a, "bias"_a)
-      .def("experts_bf16", &experts_bf16, Release(), "x"_a, "expert_ids"_a, "weights"_a, "y"_a,
-           py::kw_only(), "tokens"_a, "top_k"_a, "hidden_size"_a, "intermediate_size"_a, "bank"_a,
-           "record_bytes"_a, "experts_count"_a)
+      .def("linear", &linear, Release(), "x"_a, "w"_a, "y"_a, py::kw_only(), "tokens"_a,
+           "in_features"_a, "out_features"_a, "bias"_a, "weight_format"_a, "fast"_a)
+      .def("experts", &experts, Release(), "x"_a, "expert_ids"_a, "weights"_a, "y"_a, py::kw_only(),
+           "tokens"_a, "top_k"_a, "hidden_size"_a, "intermediate_size"_a, "bank"_a,
+           "record_bytes"_a, "experts_count"_a, "weight_format"_a, "has_bias"_a, "activation"_a,
+           "activation_limit"_a, "activation_alpha"_a, "fast"_a)
       .def("merge", &merge, Release(), "y"_a, "out"_a, py::kw_only(), "tokens"_a, "top_k"_a,
            "hidden_size"_a)
       .def("rms_norm", &rms_norm, Release(), "x"_a, "weight"_a, "y"_a, py::kw_only(), "rows"_a,
@@ -162,11 +185,19 @@ PYBIND11_MODULE(_exec, module) {
       [](std::size_t rows, std::size_t columns) { return rows16_bytes(rows, columns); }, "rows"_a,
       "columns"_a);
   module.def(
-      "expert_bf16_bytes",
-      [](std::size_t hidden, std::size_t intermediate) {
-        return expert_bf16_bytes(hidden, intermediate);
+      "expert_bytes",
+      [](const std::string& weight_format, std::size_t hidden, std::size_t intermediate,
+         bool has_bias) {
+        return expert_layout(parse_weight_format(weight_format), hidden, intermediate, has_bias)
+            .bytes;
       },
-      "hidden_size"_a, "intermediate_size"_a);
+      "weight_format"_a, "hidden_size"_a, "intermediate_size"_a, "has_bias"_a);
+  module.def(
+      "matrix_bytes",
+      [](const std::string& weight_format, std::size_t rows, std::size_t columns) {
+        return parse_weight_format(weight_format).matrix_bytes(rows, columns);
+      },
+      "weight_format"_a, "rows"_a, "columns"_a);
   module.def(
       "pack_rows16",
       [](Address source, std::size_t rows, std::size_t columns, Address packed) {

@@ -51,7 +51,7 @@ def linear(executor: native.Executor, x: Bf16, w: Bf16, bias: Floats | None = No
     packed = pack(w)
     x = np.ascontiguousarray(x)
     y = np.full((len(x), len(w)), np.nan, np.float32)
-    executor.linear_bf16(
+    executor.linear(
         x.ctypes.data,
         packed.ctypes.data,
         y.ctypes.data,
@@ -110,7 +110,7 @@ def make_bank(
     gate = weights(intermediate_size, hidden_size)
     up = weights(intermediate_size, hidden_size)
     down = weights(hidden_size, intermediate_size)
-    length_bytes = native.expert_bf16_bytes(hidden_size, intermediate_size)
+    length_bytes = native.expert_bytes("bf16", hidden_size, intermediate_size)
     record_bytes = -(-length_bytes // 4096) * 4096
     records = aligned_bytes(experts_count * record_bytes)
     for expert in range(experts_count):
@@ -129,7 +129,7 @@ def run_experts(
     weights = np.ascontiguousarray(weights, np.float32)
     tokens, top_k = expert_ids.shape
     y = np.full((tokens, top_k, bank.hidden_size), np.nan, np.float32)
-    executor.experts_bf16(
+    executor.experts(
         x.ctypes.data,
         expert_ids.ctypes.data,
         weights.ctypes.data,

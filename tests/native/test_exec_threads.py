@@ -176,7 +176,7 @@ def linear_arguments(x: np.ndarray) -> dict[str, Any]:
 def test_linear_refuses(executor: Executor, change: dict[str, int], message: str) -> None:
     arguments = linear_arguments(np.zeros(4096, np.uint8)) | change
     with pytest.raises(InternalError, match=message):
-        executor.linear_bf16(**arguments)
+        executor.linear(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_linear_refuses(executor: Executor, change: dict[str, int], message: str
         ({"record_bytes": 4096 + 32}, "multiple of 64"),
         ({"bank": 32}, "64-byte boundary"),
         ({"expert_ids": 0}, "null address"),
-        ({"activation": "gelu"}, "gelu"),
+        ({"activation": "relu"}, "relu"),
     ],
 )
 def test_experts_refuse(executor: Executor, change: dict[str, Any], message: str) -> None:
@@ -211,7 +211,7 @@ def test_experts_refuse(executor: Executor, change: dict[str, Any], message: str
         "experts_count": 2,
     }
     with pytest.raises(InternalError, match=message):
-        executor.experts_bf16(**arguments | change)
+        executor.experts(**arguments | change)
 
 
 @pytest.mark.parametrize("expert", [-2, 8, 2**31 - 1, -(2**31)])
@@ -294,8 +294,8 @@ def test_attention_refuses_heads_that_do_not_divide(executor: Executor) -> None:
 def test_no_tokens_is_no_work(executor: Executor) -> None:
     """Empty tensors have no address."""
     shape = {"top_k": 2, "hidden_size": 32}
-    executor.linear_bf16(0, 64, 0, tokens=0, in_features=8, out_features=8)
-    executor.experts_bf16(
+    executor.linear(0, 64, 0, tokens=0, in_features=8, out_features=8)
+    executor.experts(
         0,
         0,
         0,

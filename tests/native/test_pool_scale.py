@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from freetokend.native import _host
-from freetokend.native.executor import Executor, expert_bf16_bytes
+from freetokend.native.executor import Executor, expert_bytes
 from freetokend.native.pool import POOL_DATA_OFFSET, PoolMapping, create_pool_file
 from tests.native.exec_support import aligned_bytes
 from tests.native.host_support import IDENTITY
@@ -61,7 +61,7 @@ def _record(scale: Scale) -> NDArray[np.uint16]:
     words[:] = np.random.default_rng(7).integers(0, 1 << 16, len(words), np.uint16)
     words &= np.uint16(0x80FF)
     words |= np.uint16(0x3B00)
-    words[expert_bf16_bytes(HIDDEN_SIZE, scale.intermediate_size) // 2 :] = 0
+    words[expert_bytes("bf16", HIDDEN_SIZE, scale.intermediate_size) // 2 :] = 0
     return words
 
 
@@ -74,7 +74,7 @@ def _run_expert(scale: Scale, bank: int, expert_id: int, rows_count: int) -> NDA
     y = np.full((tokens, 1, HIDDEN_SIZE), np.nan, np.float32)
     executor = Executor(sorted(os.sched_getaffinity(0))[:1])
     try:
-        executor.experts_bf16(
+        executor.experts(
             x.ctypes.data,
             expert_ids.ctypes.data,
             weights.ctypes.data,

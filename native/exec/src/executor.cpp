@@ -28,50 +28,7 @@ void for_rows(WorkerPool& pool, std::size_t rows, std::size_t row_elements, cons
 
 Executor::Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, std::string_view isa)
     : pool_(std::move(cpus), spin), kernels_(select_kernels(isa)) {
-  const std::size_t tile = kTileBlocks * static_cast<std::size_t>(kernels_->bf16.max_width);
-  accumulators_stride_ = tile * kRowsPerBlock;
-  accumulators_.get<float>(accumulators_stride_ * static_cast<std::size_t>(threads_count()));
-}
-
-float* Executor::accumulators(int worker) {
-  return accumulators_.get<float>(1) + accumulators_stride_ * static_cast<std::size_t>(worker);
-}
-
-void Executor::linear_bf16(const LinearCall& call) {
-  if (call.tokens == 0) return;  // an empty tensor has no address
-  const Exclusive exclusive(busy_);
-  validate(call);
-  const FormatKernels& format = kernels_->bf16;
-  groups_.all_tokens(call.tokens, format.max_width);
-  panels_.pack(groups_, format, call.x, call.tokens, call.in_features, 1, pool_);
-  const std::size_t block_bytes = format.block_bytes(call.in_features);
-  tiles_.plan(groups_, ceil_div(call.out_features, kRowsPerBlock), 1, block_bytes, format.max_width,
-              threads_count());
-  pool_.run(tiles_.tiles().size(), [&](std::uint32_t index, int worker) noexcept {
-    const ProductTile& tile = tiles_.tiles()[index];
-    float* acc = accumulators(worker);
-    for (std::size_t i = 0; i < tile.panels_count; ++i) {
-      const Panel& panel = groups_.panels()[tile.first_panel + i];
-      format.dot(call.w + tile.first_unit * block_bytes, static_cast<int>(tile.units_count),
-                 call.in_features, panels_.at(tile.first_panel + i), panel.width, acc);
-      store_linear(call, tile, panel, acc);
-    }
-  });
-}
-
-void Executor::store_linear(const LinearCall& call, const ProductTile& tile, const Panel& panel,
-                            const float* acc) {
-  for (std::size_t block = tile.first_unit; block < tile.first_unit + tile.units_count; ++block) {
-    const std::size_t row = block * kRowsPerBlock;
-    const std::size_t count = std::min(kRowsPerBlock, call.out_features - row);
-    for (int i = 0; i < panel.width; ++i, acc += kRowsPerBlock) {
-      // In a linear layer the panel's rows are consecutive tokens.
-      float* y = call.y + (panel.first_row + static_cast<std::size_t>(i)) * call.out_features + row;
-      for (std::size_t lane = 0; lane < count; ++lane) {
-        y[lane] = call.bias != nullptr ? acc[lane] + call.bias[row + lane] : acc[lane];
-      }
-    }
-  }
+  accumulators_.get<float>(kTileSums * static_cast<std::size_t>(threads_count()));
 }
 
 void Executor::merge(const float* y, float* out, std::size_t tokens, std::size_t top_k,

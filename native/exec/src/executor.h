@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -21,16 +22,24 @@
 
 namespace freetoken::exec {
 
-// y[token][row] = x[token] . w[row] + bias[row]
-struct LinearCall {
-  const Bf16* x;       // [tokens][in_features]
+// One matrix of a linear layer: y[token][row] = x[token] . w[row] + bias[row]
+struct LinearOutput {
   const std::byte* w;  // rows16, aligned to 64 bytes
-  const float* bias;   // [out_features] or null
-  float* y;            // [tokens][out_features]
-  std::size_t tokens, in_features, out_features;
+  WeightFormat format;
+  const float* bias;  // [out_features] or null
+  float* y;           // [tokens][out_features]
+  std::size_t out_features;
 };
 
-// y[token][k] = weights[token][k] * down(silu(gate x) * up x) of expert expert_ids[token][k]; an
+// Several matrices over the same activations, which are arranged once.
+struct LinearCall {
+  const Bf16* x;  // [tokens][in_features]
+  std::size_t tokens, in_features;
+  std::span<const LinearOutput> outputs;
+  bool fast = false;  // int8 activations where the format has them
+};
+
+// y[token][k] = weights[token][k] * down(act(gate x) * up x) of expert expert_ids[token][k]; an
 // id of -1 gives zeros.
 struct ExpertsCall {
   const Bf16* x;                   // [tokens][hidden]
@@ -40,6 +49,10 @@ struct ExpertsCall {
   std::size_t tokens, top_k, hidden, intermediate;
   const std::byte* bank;  // experts_count records, aligned to 64 bytes
   std::size_t record_bytes, experts_count;
+  WeightFormat format;
+  bool has_bias = false;
+  GluSpec glu;
+  bool fast = false;
 };
 
 struct StoreKvCall {
@@ -76,8 +89,8 @@ class Executor {
   const char* isa() const { return kernels_->isa; }
   int threads_count() const { return pool_.workers_count(); }
 
-  void linear_bf16(const LinearCall& call);
-  void experts_bf16(const ExpertsCall& call);
+  void linear(const LinearCall& call);
+  void experts(const ExpertsCall& call);
   // out[token] = sum over k, in order, of y[token][k]
   void merge(const float* y, float* out, std::size_t tokens, std::size_t top_k, std::size_t hidden);
   void rms_norm(const float* x, const float* weight, Bf16* y, std::size_t rows, std::size_t size,
@@ -91,13 +104,16 @@ class Executor {
   std::uint64_t stream_read(const std::byte* data, std::size_t length_bytes);
 
  private:
+  const ProductKernels& products(const WeightFormat& format, bool fast) const;
   float* accumulators(int worker);
-  static void store_linear(const LinearCall& call, const ProductTile& tile, const Panel& panel,
-                           const float* acc);
-  void run_gate_up(const ExpertsCall& call);
-  void run_down(const ExpertsCall& call);
-  void store_weighted(const ExpertsCall& call, const ProductTile& tile, const Panel& panel,
-                      const float* acc);
+  void dot_tile(const ProductKernels& kernels, const WeightFormat& format, const ProductTile& tile,
+                const std::byte* weights, int blocks, std::size_t columns, Panels& panels,
+                int worker);
+  template <class Store>
+  void for_panels(const ProductTile& tile, int blocks, int worker, const Store& store);
+  void linear_run(const LinearCall& call, std::span<const LinearOutput> outputs);
+  void run_gate_up(const ExpertsCall& call, const ExpertLayout& layout);
+  void run_down(const ExpertsCall& call, const ExpertLayout& layout);
   float* attention_workspace(int worker);
   void attend_pairs(const AttentionCall& call);
   void attend_parts(const AttentionCall& call);
@@ -108,9 +124,8 @@ class Executor {
   // State of the call in progress, kept for its memory.
   TokenGroups groups_;
   ProductTiles tiles_;
-  Panels panels_;  // activations
-  Panels middle_;  // activations between the two products of an expert
-  std::size_t accumulators_stride_ = 0;
+  Panels panels_;         // activations
+  Panels middle_;         // activations between the two products of an expert
   Scratch accumulators_;  // per worker
   AttentionPlan attention_;
 };

@@ -126,39 +126,30 @@ struct Bf16Format {
     ((width == Index + 1 ? dot_width<Index + 1>(weights, blocks, columns, x, acc) : void()), ...);
   }
 
-  static void dot(const std::byte* weights, int blocks, std::size_t columns, const std::byte* panel,
-                  int width, float* acc) {
-    dot_any(std::make_index_sequence<Isa::kMaxWidth>{}, weights, static_cast<std::size_t>(blocks),
-            columns, panel, static_cast<std::size_t>(width), acc);
-  }
-
-  static void swiglu(const float* acc, int block_pairs, int width, std::size_t first_row,
-                     std::byte* panel) {
-    const auto tokens = static_cast<std::size_t>(width);
-    for (int pair = 0; pair < block_pairs; ++pair) {
-      for (std::size_t token = 0; token < tokens; ++token) {
-        const F gate = Isa::load(acc + token * 16);
-        const F up = Isa::load(acc + (tokens + token) * 16);
-        const F e = exponential<Isa>(Isa::sub(Isa::zero(), gate));
-        const F silu = Isa::div(gate, Isa::add(Isa::set1(1.0F), e));
-        float lanes[16];
-        Isa::store(lanes, Isa::mul(silu, up));
-        for (std::size_t lane = 0; lane < 16; ++lane) {
-          put(panel, first_row + lane, token, tokens, float_to_bf16(lanes[lane]));
-        }
-      }
-      acc += 2 * tokens * 16;
-      first_row += 16;
+  static void dot(const WeightFormat& /*format*/, const std::byte* weights, int blocks,
+                  std::size_t columns, const DotPanel* panels, int panels_count) {
+    for (int i = 0; i < panels_count; ++i) {
+      dot_any(std::make_index_sequence<Isa::kMaxWidth>{}, weights, static_cast<std::size_t>(blocks),
+              columns, panels[i].data, static_cast<std::size_t>(panels[i].width), panels[i].acc);
     }
   }
 
-  static constexpr FormatKernels table() {
-    return {.block_bytes = [](std::size_t columns) { return rows16_block_bytes(columns); },
+  static void put_values(const float* values, int blocks, int width, std::size_t first_column,
+                         std::size_t /*columns*/, std::byte* panel) {
+    const auto tokens = static_cast<std::size_t>(width);
+    for (int block = 0; block < blocks; ++block, first_column += kRowsPerBlock) {
+      for (std::size_t token = 0; token < tokens; ++token, values += kRowsPerBlock) {
+        for (std::size_t lane = 0; lane < kRowsPerBlock; ++lane) {
+          put(panel, first_column + lane, token, tokens, float_to_bf16(values[lane]));
+        }
+      }
+    }
+  }
+
+  static constexpr ProductKernels table() {
+    return {.panel = {.bytes = panel_bytes, .pack = pack_panel, .put = put_values},
             .max_width = static_cast<int>(Isa::kMaxWidth),
-            .panel_bytes = panel_bytes,
-            .pack_panel = pack_panel,
-            .dot = dot,
-            .swiglu = swiglu};
+            .dot = dot};
   }
 };
 

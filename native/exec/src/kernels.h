@@ -5,25 +5,56 @@
 #include <cstdint>
 
 #include "bf16.h"
+#include "weight_format.h"
 
 namespace freetoken::exec {
 
-// What a weight format brings. Weights come in blocks of 16 rows; activations come in panels of
-// up to `max_width` tokens, interleaved the way `dot` reads them.
-struct FormatKernels {
-  std::size_t (*block_bytes)(std::size_t columns);
-  int max_width;
-  std::size_t (*panel_bytes)(std::size_t columns, int width);
+// Activations of a few tokens ("a panel"), arranged the way a product reads them.
+struct PanelKernels {
+  std::size_t (*bytes)(std::size_t columns, int width);
   // rows[0..width) -> one panel; columns beyond `columns` read as zero.
-  void (*pack_panel)(const Bf16* const* rows, int width, std::size_t columns, std::byte* panel);
-  // acc[block][token][16] = row sums of `blocks` consecutive blocks for the panel's tokens: one
-  // accumulator per (row, token), columns strictly in order.
-  void (*dot)(const std::byte* weights, int blocks, std::size_t columns, const std::byte* panel,
-              int width, float* acc);
-  // acc holds gate, up, gate, up ... blocks: silu(gate) * up, rounded to bf16, into rows
-  // first_row .. of a panel (the rows become the columns of the next product).
-  void (*swiglu)(const float* acc, int block_pairs, int width, std::size_t first_row,
-                 std::byte* panel);
+  void (*pack)(const Bf16* const* rows, int width, std::size_t columns, std::byte* panel);
+  // values[block][token][16], rounded to bf16, into the columns first_column .. of a panel of
+  // `columns` columns (a multiple of 16). first_column is a multiple of 32, and so is the number
+  // of columns put unless they are the panel's last.
+  void (*put)(const float* values, int blocks, int width, std::size_t first_column,
+              std::size_t columns, std::byte* panel);
+};
+
+struct DotPanel {
+  const std::byte* data;
+  int width;
+  float* acc;  // [block][token][16]
+};
+
+// Products of one kind of weights. Weights come in blocks of 16 rows.
+struct ProductKernels {
+  PanelKernels panel;
+  int max_width;  // tokens of the widest panel
+  // acc = row sums of `blocks` consecutive blocks for every panel's tokens; weights are decoded
+  // once for all panels where decoding costs. The order of a row's sum is that of its columns and
+  // does not depend on the number of blocks, panels or tokens.
+  void (*dot)(const WeightFormat& format, const std::byte* weights, int blocks, std::size_t columns,
+              const DotPanel* panels, int panels_count);
+};
+
+enum class Activation : std::uint8_t { kSilu, kGelu, kGeluTanh, kSwigluOai };
+
+// How gate and up become one. A limit above 0 clamps: gate to at most it, up to +-it.
+struct GluSpec {
+  Activation activation = Activation::kSilu;
+  float limit = 0.0F;
+  float alpha = 1.702F;  // kSwigluOai: (up + 1) * gate * sigmoid(alpha * gate)
+};
+
+struct GluTile {
+  const float* acc;  // [gate block, up block, gate block ...][token][16]
+  int block_pairs;
+  int width;
+  float gate_scale, up_scale;
+  const float* gate_bias;  // of the tile's first row, or null
+  const float* up_bias;
+  float* values;  // [block pair][token][16]; may be acc itself
 };
 
 // One tile of paged attention: queries that share a kv head and a sequence, keys
@@ -49,9 +80,18 @@ struct AttentionTile {
   float* output;   // [queries][padded_size], not yet divided by sum
 };
 
+// Products by kind of weights. `exact` has bf16 activations and is complete; `fast` has int8
+// activations and no entry where that makes no sense. (Plain arrays: an inline function here could
+// be emitted with one instruction set's flags and run on another.)
+struct ProductTable {
+  const ProductKernels* exact[kWeightKinds];
+  const ProductKernels* fast[kWeightKinds];
+};
+
 struct Kernels {
   const char* isa;
-  FormatKernels bf16;
+  ProductTable products;
+  void (*glu)(const GluSpec& spec, const GluTile& tile);
   void (*rms_norm)(const float* x, const float* weight, std::size_t size, float eps, Bf16* y);
   void (*attend)(const AttentionTile& tile);
   // total <- total (+) part, for `queries` queries, in the order the parts are given.

@@ -4,7 +4,7 @@
 namespace freetoken::exec {
 
 const Kernels* avx2_kernels() {
-  static constexpr Kernels kTable = make_kernels<Avx2Isa>();
+  static const Kernels kTable = make_kernels<Avx2Isa>(generic_table<Avx2Isa>());
   return &kTable;
 }
 

@@ -4,7 +4,7 @@
 namespace freetoken::exec {
 
 const Kernels* avx512_kernels() {
-  static constexpr Kernels kTable = make_kernels<Avx512Isa>();
+  static const Kernels kTable = make_kernels<Avx512Isa>(generic_table<Avx512Isa>());
   return &kTable;
 }
 

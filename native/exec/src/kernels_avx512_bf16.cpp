@@ -4,7 +4,7 @@
 namespace freetoken::exec {
 
 const Kernels* avx512_bf16_kernels() {
-  static constexpr Kernels kTable = make_kernels<Avx512Bf16Isa>();
+  static const Kernels kTable = make_kernels<Avx512Bf16Isa>(generic_table<Avx512Bf16Isa>());
   return &kTable;
 }
 

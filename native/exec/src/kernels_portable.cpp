@@ -4,7 +4,7 @@
 namespace freetoken::exec {
 
 const Kernels* portable_kernels() {
-  static constexpr Kernels kTable = make_kernels<PortableIsa>();
+  static const Kernels kTable = make_kernels<PortableIsa>(generic_table<PortableIsa>());
   return &kTable;
 }
 

@@ -27,13 +27,6 @@ static constexpr std::size_t rows16_bytes(std::size_t rows, std::size_t columns)
   return ceil_div(rows, kRowsPerBlock) * rows16_block_bytes(columns);
 }
 
-// Bytes of one bf16 SwiGLU expert without the padding of its record: gate and up blocks
-// alternate, then the down matrix with `intermediate` rounded up to 16 columns.
-static constexpr std::size_t expert_bf16_bytes(std::size_t hidden, std::size_t intermediate) {
-  const std::size_t padded = round_up(intermediate, kRowsPerBlock);
-  return 2 * rows16_bytes(padded, hidden) + rows16_bytes(hidden, padded);
-}
-
 // [rows, columns] row-major -> [row block][column pair][row in block][element of the pair],
 // padding filled with zeros. `packed` holds rows16_bytes(rows, columns) bytes.
 void pack_rows16(const Bf16* row_major, std::size_t rows, std::size_t columns, Bf16* packed);

@@ -5,6 +5,8 @@
 
 #include "attention.h"
 #include "format_bf16.h"
+#include "generic_products.h"
+#include "glu.h"
 #include "kernels.h"
 #include "vector_math.h"
 
@@ -32,10 +34,25 @@ std::uint64_t stream_read(const std::byte* data, std::size_t length_bytes) {
   return all;
 }
 
+// Every kind of weights with bf16 activations: bf16 by itself, the others by the generic products.
 template <class Isa>
-constexpr Kernels make_kernels() {
+const ProductTable& generic_table() {
+  static constexpr ProductKernels kBf16Products = Bf16Format<Isa>::table();
+  static constexpr ProductKernels kGenericProducts = GenericProducts<Isa>::table();
+  static constexpr ProductTable kTable = [] {
+    ProductTable table{};
+    for (auto& entry : table.exact) entry = &kGenericProducts;
+    table.exact[static_cast<std::size_t>(WeightKind::kBf16)] = &kBf16Products;
+    return table;
+  }();
+  return kTable;
+}
+
+template <class Isa>
+constexpr Kernels make_kernels(const ProductTable& products) {
   return {.isa = Isa::kName,
-          .bf16 = Bf16Format<Isa>::table(),
+          .products = products,
+          .glu = Glu<Isa>::run,
           .rms_norm = rms_norm<Isa>,
           .attend = Attention<Isa>::attend,
           .attend_merge = Attention<Isa>::merge,

@@ -3,13 +3,13 @@
 #include <limits>
 
 #include "layout.h"
+#include "tiles.h"
 
 namespace freetoken::exec {
 namespace {
 
 // Below this the calling thread packs alone: waking the others costs more.
 constexpr std::size_t kPackAloneElements = std::size_t{64} << 10;
-constexpr int kWidestPanel = 16;
 
 }  // namespace
 
@@ -61,17 +61,17 @@ void TokenGroups::by_expert(const std::int32_t* expert_ids, std::size_t pairs,
   }
 }
 
-void Panels::reserve(const TokenGroups& groups, const FormatKernels& format, std::size_t columns) {
+void Panels::reserve(const TokenGroups& groups, const PanelKernels& kernels, std::size_t columns) {
   offsets_.clear();
   std::size_t end = 0;
   for (const Panel& panel : groups.panels()) {
     offsets_.push_back(end);
-    end += round_up(format.panel_bytes(columns, panel.width), Scratch::kAlignment);
+    end += round_up(kernels.bytes(columns, panel.width), Scratch::kAlignment);
   }
   data_ = memory_.get<std::byte>(end);
 }
 
-void Panels::pack(const TokenGroups& groups, const FormatKernels& format, const Bf16* x,
+void Panels::pack(const TokenGroups& groups, const PanelKernels& kernels, const Bf16* x,
                   std::size_t tokens, std::size_t columns, std::size_t rows_per_token,
                   WorkerPool& pool) {
   constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
@@ -89,7 +89,7 @@ void Panels::pack(const TokenGroups& groups, const FormatKernels& format, const 
     if (panel.width == 1) alone = end;
     offsets_.push_back(end);
     to_pack_.push_back(i);
-    end += round_up(format.panel_bytes(columns, panel.width), Scratch::kAlignment);
+    end += round_up(kernels.bytes(columns, panel.width), Scratch::kAlignment);
   }
   data_ = memory_.get<std::byte>(end);
   const auto pack_one = [&](std::uint32_t index, int) noexcept {
@@ -100,7 +100,7 @@ void Panels::pack(const TokenGroups& groups, const FormatKernels& format, const 
       const std::size_t row = panel.first_row + static_cast<std::size_t>(i);
       rows[i] = x + groups.rows()[row] / rows_per_token * columns;
     }
-    format.pack_panel(rows, panel.width, columns, at(number));
+    kernels.pack(rows, panel.width, columns, at(number));
   };
   if (to_pack_.size() * columns < kPackAloneElements) {
     for (std::uint32_t i = 0; i < to_pack_.size(); ++i) pack_one(i, 0);

@@ -49,9 +49,9 @@ class TokenGroups {
 class Panels {
  public:
   // Space only (a kernel writes the panels). Offsets go by panel index.
-  void reserve(const TokenGroups& groups, const FormatKernels& format, std::size_t columns);
+  void reserve(const TokenGroups& groups, const PanelKernels& kernels, std::size_t columns);
   // Packs x[row / rows_per_token]; a token that is alone in several panels is packed once.
-  void pack(const TokenGroups& groups, const FormatKernels& format, const Bf16* x,
+  void pack(const TokenGroups& groups, const PanelKernels& kernels, const Bf16* x,
             std::size_t tokens, std::size_t columns, std::size_t rows_per_token, WorkerPool& pool);
 
   std::byte* at(std::size_t panel) { return data_ + offsets_[panel]; }

@@ -59,26 +59,45 @@ void require_index(std::int64_t value, std::size_t bound, std::string_view name)
   throw std::invalid_argument(text);
 }
 
+namespace {
+
+void require_columns(const WeightFormat& format, std::size_t columns, std::string_view name) {
+  const std::size_t multiple = format.column_multiple();
+  require(columns % multiple == 0, std::string(name) + " " + std::to_string(columns) +
+                                       " is not a multiple of " + std::to_string(multiple) +
+                                       ", the group of " + format.name());
+}
+
+}  // namespace
+
 void validate(const LinearCall& call) {
   require_dimension(call.in_features, "in_features");
-  require_dimension(call.out_features, "out_features");
   require_rows(call.tokens);
-  require_aligned(call.w, "linear_bf16: w");
-  require(call.x != nullptr && call.y != nullptr, "linear_bf16: null address of x or y");
+  require(call.x != nullptr, "linear: null address of x");
+  for (const LinearOutput& output : call.outputs) {
+    require_dimension(output.out_features, "out_features");
+    require_columns(output.format, call.in_features, "in_features");
+    require_aligned(output.w, "linear: w");
+    require(output.y != nullptr, "linear: null address of y");
+  }
 }
 
 void validate(const ExpertsCall& call) {
   require_dimension(call.hidden, "hidden_size");
   require_dimension(call.intermediate, "intermediate_size");
+  require_columns(call.format, call.hidden, "hidden_size");
+  require_columns(call.format, call.intermediate, "intermediate_size");
   require_dimension(call.experts_count, "experts_count");
   require_dimension(call.top_k, "top_k");
   require(call.top_k <= call.experts_count, "top_k is larger than experts_count");
+  require(call.glu.limit >= 0, "the limit of the activation must not be negative");
   require_rows(call.tokens * call.top_k);
-  require_aligned(call.bank, "experts_bf16: bank");
+  require_aligned(call.bank, "experts: bank");
   require(call.x != nullptr && call.expert_ids != nullptr && call.weights != nullptr &&
               call.y != nullptr,
-          "experts_bf16: null address of x, expert_ids, weights or y");
-  const std::size_t needed_bytes = expert_bf16_bytes(call.hidden, call.intermediate);
+          "experts: null address of x, expert_ids, weights or y");
+  const std::size_t needed_bytes =
+      expert_layout(call.format, call.hidden, call.intermediate, call.has_bias).bytes;
   require(call.record_bytes >= needed_bytes && call.record_bytes % kWeightAlignment == 0,
           "record_bytes " + std::to_string(call.record_bytes) +
               " must be a multiple of 64 of at "

@@ -1,0 +1,356 @@
+// Every weight format on every instruction set against double precision.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "decode.h"
+#include "executor.h"
+#include "isa.h"
+#include "support.h"
+
+namespace freetoken::exec::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+const std::string kFormats[] = {"bf16",
+                                "fp8_block",
+                                "mxfp4",
+                                "nvfp4",
+                                "int4_g32_f16",
+                                "int4_g64_bf16",
+                                "int4_g128_f16",
+                                "int4_g32_bf16_zp",
+                                "int4_g128_f16_zp",
+                                "int8_g32_f16",
+                                "int8_g64_f16_zp",
+                                "int8_g128_bf16",
+                                "q4_K",
+                                "q6_K"};
+
+void put_u16(std::uint8_t* at, std::uint16_t value) { std::memcpy(at, &value, sizeof value); }
+
+// Random bits with scales of ordinary size, so that sums neither overflow nor vanish.
+class RandomMatrix {
+ public:
+  RandomMatrix(const WeightFormat& format, std::size_t rows, std::size_t columns, Random& random)
+      : format_(format),
+        columns_(columns),
+        blocks_(ceil_div(rows, kRowsPerBlock)),
+        bytes_(format.matrix_bytes(rows, columns)) {
+    fill(format, columns, blocks_, reinterpret_cast<std::uint8_t*>(bytes_.data()), random);
+  }
+
+  static void fill(const WeightFormat& format, std::size_t columns, std::size_t blocks,
+                   std::uint8_t* bytes, Random& random) {
+    const std::size_t block_bytes = format.block_bytes(columns);
+    for (std::size_t i = 0; i < blocks * block_bytes; ++i) {
+      bytes[i] = static_cast<std::uint8_t>(random.bits());
+    }
+    for (std::size_t block = 0; block < blocks; ++block, bytes += block_bytes) {
+      scales(format, columns, bytes, random);
+    }
+  }
+
+  const std::byte* data() { return bytes_.data(); }
+
+  // [rows of all blocks][columns]
+  std::vector<double> values() { return values_of(format_, bytes_.data(), blocks_, columns_); }
+
+  static std::vector<double> values_of(const WeightFormat& format, const std::byte* bytes,
+                                       std::size_t blocks, std::size_t columns) {
+    std::vector<double> out(blocks * kRowsPerBlock * columns);
+    DecodedGroup group;
+    for (std::size_t block = 0; block < blocks; ++block) {
+      const BlockDecoder decoder(format, bytes + block * format.block_bytes(columns), columns);
+      std::size_t column = 0;
+      for (std::size_t g = 0; g < decoder.groups_count(); ++g, column += group.columns) {
+        decoder.decode(g, group);
+        for (std::size_t c = 0; c < group.columns; ++c) {
+          for (std::size_t r = 0; r < kRowsPerBlock; ++r) {
+            out[(block * kRowsPerBlock + r) * columns + column + c] =
+                double{group.codes[c][r]} * group.scale[r] - group.minimum[r];
+          }
+        }
+      }
+    }
+    return out;
+  }
+
+ private:
+  static void scales(const WeightFormat& format, std::size_t columns, std::uint8_t* block,
+                     Random& random) {
+    const std::size_t super_bytes =
+        format.header_bytes() + (format.kind == WeightKind::kQ4K || format.kind == WeightKind::kQ6K
+                                     ? kSuperBlockColumns / format.group
+                                     : kSuperGroups) *
+                                    format.group_bytes();
+    switch (format.kind) {
+      case WeightKind::kBf16:
+        for (std::size_t i = 0; i < format.block_bytes(columns) / 2; ++i) {
+          put_u16(block + 2 * i, float_to_bf16(random.next()));
+        }
+        return;
+      case WeightKind::kFp8Block:
+        for (std::size_t i = 0; i < format.block_bytes(columns); ++i) {
+          if ((block[i] & 0x7fU) == 0x7fU) block[i] = 0;  // not a number
+        }
+        for (std::size_t i = 0; i < ceil_div(columns, kFp8BlockColumns); ++i) {
+          const float scale = 0.001F + 0.001F * std::abs(random.next());
+          std::memcpy(block + i * sizeof scale, &scale, sizeof scale);
+        }
+        return;
+      case WeightKind::kQ4K:
+      case WeightKind::kQ6K:
+        for (std::size_t c = 0; c < columns; c += kSuperBlockColumns, block += super_bytes) {
+          for (std::size_t r = 0; r < 32; ++r) {
+            put_u16(block + 2 * r, static_cast<std::uint16_t>(0x1000U + random.bits() % 0x400U));
+          }
+        }
+        return;
+      default:
+        for (std::size_t c = 0; c < columns;
+             c += kSuperGroups * format.group, block += super_bytes) {
+          for (std::size_t i = 0; i < kSuperGroups * kRowsPerBlock; ++i) {
+            group_scale(format, block, i, random);
+          }
+        }
+    }
+  }
+
+  static void group_scale(const WeightFormat& format, std::uint8_t* header, std::size_t entry,
+                          Random& random) {
+    if (format.kind == WeightKind::kMxfp4) {
+      header[entry] = static_cast<std::uint8_t>(119 + random.bits() % 5);
+    } else if (format.kind == WeightKind::kNvfp4) {
+      header[entry] = static_cast<std::uint8_t>(random.bits() % 0x48);  // subnormals among them
+    } else if (format.scale == ScaleType::kF16) {
+      put_u16(header + 2 * entry, static_cast<std::uint16_t>(0x1800U + random.bits() % 0x400U));
+    } else {
+      put_u16(header + 2 * entry, float_to_bf16(0.004F * random.next()));
+    }
+  }
+
+  WeightFormat format_;
+  std::size_t columns_;
+  std::size_t blocks_;
+  Guarded<std::byte> bytes_;
+};
+
+double relative_error(const float* ours, const std::vector<double>& reference) {
+  double error = 0;
+  double norm = 0;
+  for (std::size_t i = 0; i < reference.size(); ++i) {
+    error += std::pow(reference[i] - ours[i], 2);
+    norm += reference[i] * reference[i];
+  }
+  return std::sqrt(error / norm);
+}
+
+struct Linear {
+  std::size_t tokens, in, out;
+};
+
+std::vector<float> run_linear(Executor& executor, RandomMatrix& matrix, const WeightFormat& format,
+                              const Bf16* x, const Linear& sizes, bool fast) {
+  Guarded<float> y(sizes.tokens * sizes.out);
+  const LinearOutput output{.w = matrix.data(),
+                            .format = format,
+                            .bias = nullptr,
+                            .y = y.data(),
+                            .out_features = sizes.out};
+  executor.linear({.x = x,
+                   .tokens = sizes.tokens,
+                   .in_features = sizes.in,
+                   .outputs = {&output, 1},
+                   .fast = fast});
+  return {y.data(), y.data() + y.size()};
+}
+
+class Formats : public testing::TestWithParam<std::tuple<std::string, std::string>> {
+ protected:
+  std::string isa() const { return std::get<0>(GetParam()); }
+  WeightFormat format() const { return parse_weight_format(std::get<1>(GetParam())); }
+  // 5 groups of the widest kind, and an odd width where the format allows one.
+  std::size_t columns() const {
+    return format().column_multiple() == 1 ? 397 : format().column_multiple() == 256 ? 768 : 640;
+  }
+};
+
+TEST_P(Formats, NameIsKept) { EXPECT_EQ(format().name(), std::get<1>(GetParam())); }
+
+TEST_P(Formats, ProductsAreThoseOfDoublePrecision) {
+  Random random(3);
+  Executor executor({0, 1}, 50us, isa());
+  for (const std::size_t tokens : {1U, 2U, 3U, 5U, 8U, 21U, 64U}) {
+    const Linear sizes{.tokens = tokens, .in = columns(), .out = 75};
+    RandomMatrix matrix(format(), sizes.out, sizes.in, random);
+    Guarded<Bf16> x(tokens * sizes.in);
+    random.fill_bf16(x);
+    const std::vector<double> w = matrix.values();
+    std::vector<double> reference(tokens * sizes.out);
+    for (std::size_t token = 0; token < tokens; ++token) {
+      for (std::size_t row = 0; row < sizes.out; ++row) {
+        double& sum = reference[token * sizes.out + row];
+        for (std::size_t i = 0; i < sizes.in; ++i) {
+          sum += double{bf16_to_float(x[token * sizes.in + i])} * w[row * sizes.in + i];
+        }
+      }
+    }
+    const auto exact = run_linear(executor, matrix, format(), x.data(), sizes, false);
+    EXPECT_LE(relative_error(exact.data(), reference), 2e-6) << tokens << " tokens";
+    // Activations in [-1, 1) with 127 steps per 32 columns: about 0.3 % each, random signs.
+    const auto fast = run_linear(executor, matrix, format(), x.data(), sizes, true);
+    EXPECT_LE(relative_error(fast.data(), reference), 8e-3) << tokens << " tokens, fast";
+  }
+}
+
+TEST_P(Formats, RowsDoNotDependOnTheBatchOrThreads) {
+  Random random(5);
+  Executor one({0}, 50us, isa());
+  Executor many({0, 1, 0, 1}, 20us, isa());
+  const Linear all{.tokens = 23, .in = columns(), .out = 200};
+  RandomMatrix matrix(format(), all.out, all.in, random);
+  Guarded<Bf16> x(all.tokens * all.in);
+  random.fill_bf16(x);
+  for (const bool fast : {false, true}) {
+    const auto together = run_linear(many, matrix, format(), x.data(), all, fast);
+    for (const std::size_t tokens : {1U, 2U, 4U, 7U}) {
+      const Linear few{.tokens = tokens, .in = all.in, .out = all.out};
+      const auto alone = run_linear(one, matrix, format(), x.data() + 3 * all.in, few, fast);
+      const auto from = together.begin() + static_cast<std::ptrdiff_t>(3 * all.out);
+      EXPECT_TRUE(std::equal(alone.begin(), alone.end(), from)) << tokens << " tokens " << fast;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Executor, Formats,
+                         testing::Combine(testing::ValuesIn(available_isas()),
+                                          testing::ValuesIn(kFormats)),
+                         [](const auto& each) {
+                           return std::get<0>(each.param) + "_" + std::get<1>(each.param);
+                         });
+
+double activated(const GluSpec& spec, double gate, double up) {
+  if (spec.limit > 0) {
+    gate = std::min(gate, double{spec.limit});
+    up = std::clamp(up, -double{spec.limit}, double{spec.limit});
+  }
+  switch (spec.activation) {
+    case Activation::kSilu:
+      return gate / (1 + std::exp(-gate)) * up;
+    case Activation::kGelu:
+      return gate * 0.5 * (1 + std::erf(gate / std::sqrt(2.0))) * up;
+    case Activation::kGeluTanh:
+      return gate * 0.5 *
+             (1 + std::tanh(std::sqrt(2.0 / M_PI) * (gate + 0.044715 * gate * gate * gate))) * up;
+    case Activation::kSwigluOai:
+      return (up + 1) * gate / (1 + std::exp(-double{spec.alpha} * gate));
+  }
+  return NAN;
+}
+
+// One expert record of random weights, globals and biases.
+struct RandomExpert {
+  static constexpr std::size_t kHidden = 256;
+  static constexpr std::size_t kInner = 256;
+
+  RandomExpert(const WeightFormat& weight_format, bool biased, Random& random)
+      : format(weight_format),
+        layout(expert_layout(weight_format, kHidden, kInner, biased)),
+        bytes(round_up(layout.bytes, 4096)) {
+    auto* data = reinterpret_cast<std::uint8_t*>(bytes.data());
+    RandomMatrix::fill(format, kHidden, 2 * kInner / 16, data, random);
+    RandomMatrix::fill(format, kInner, kHidden / 16, data + layout.down_offset, random);
+    if (layout.globals_offset != 0) {
+      const float globals[3] = {0.5F, 0.25F, 2.0F};
+      std::memcpy(data + layout.globals_offset, globals, sizeof globals);
+    }
+    for (const std::size_t offset :
+         {layout.gate_bias_offset, layout.up_bias_offset, layout.down_bias_offset}) {
+      for (std::size_t i = 0; offset != 0 && i < 256; ++i) {
+        const float bias = 0.3F * random.next();
+        std::memcpy(data + offset + i * sizeof bias, &bias, sizeof bias);
+      }
+    }
+  }
+
+  float number(std::size_t offset, std::size_t index, float otherwise) {
+    if (offset == 0) return otherwise;
+    float value = 0;
+    std::memcpy(&value, bytes.data() + offset + index * sizeof value, sizeof value);
+    return value;
+  }
+
+  std::vector<double> run(const GluSpec& spec, const Bf16* x) {
+    const auto gate_up = RandomMatrix::values_of(format, bytes.data(), 2 * kInner / 16, kHidden);
+    const auto down =
+        RandomMatrix::values_of(format, bytes.data() + layout.down_offset, kHidden / 16, kInner);
+    std::vector<double> inner(kInner);
+    for (std::size_t i = 0; i < kInner; ++i) {
+      double sums[2] = {};
+      for (std::size_t part = 0; part < 2; ++part) {
+        const std::size_t row = (i / 16 * 2 + part) * 16 + i % 16;
+        for (std::size_t c = 0; c < kHidden; ++c) {
+          sums[part] += gate_up[row * kHidden + c] * bf16_to_float(x[c]);
+        }
+      }
+      const double gate =
+          sums[0] * number(layout.globals_offset, 0, 1) + number(layout.gate_bias_offset, i, 0);
+      const double up =
+          sums[1] * number(layout.globals_offset, 1, 1) + number(layout.up_bias_offset, i, 0);
+      inner[i] = activated(spec, gate, up);
+    }
+    std::vector<double> y(kHidden);
+    for (std::size_t row = 0; row < kHidden; ++row) {
+      for (std::size_t c = 0; c < kInner; ++c) y[row] += down[row * kInner + c] * inner[c];
+      y[row] =
+          y[row] * number(layout.globals_offset, 2, 1) + number(layout.down_bias_offset, row, 0);
+    }
+    return y;
+  }
+
+  WeightFormat format;
+  ExpertLayout layout;
+  Guarded<std::byte> bytes;
+};
+
+TEST_P(Formats, ExpertsWithBiasesAndEveryActivation) {
+  Random random(9);
+  Executor executor({0, 1}, 50us, isa());
+  Guarded<Bf16> x(RandomExpert::kHidden);
+  random.fill_bf16(x);
+  for (const Activation activation :
+       {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kSwigluOai}) {
+    for (const float limit : {0.0F, 0.4F}) {
+      RandomExpert expert(format(), activation == Activation::kSwigluOai, random);
+      const GluSpec spec{.activation = activation, .limit = limit};
+      const std::int32_t id = 0;
+      const float weight = 0.75F;
+      Guarded<float> y(RandomExpert::kHidden);
+      executor.experts({.x = x.data(),
+                        .expert_ids = &id,
+                        .weights = &weight,
+                        .y = y.data(),
+                        .tokens = 1,
+                        .top_k = 1,
+                        .hidden = RandomExpert::kHidden,
+                        .intermediate = RandomExpert::kInner,
+                        .bank = expert.bytes.data(),
+                        .record_bytes = expert.bytes.size(),
+                        .experts_count = 1,
+                        .format = format(),
+                        .has_bias = expert.layout.gate_bias_offset != 0,
+                        .glu = spec});
+      std::vector<double> reference = expert.run(spec, x.data());
+      for (double& value : reference) value *= weight;
+      // The rounding of the activations to bf16 (2^-9 each, random) is all there is.
+      EXPECT_LE(relative_error(y.data(), reference), 3e-3);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace freetoken::exec::test
