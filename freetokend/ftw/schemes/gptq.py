@@ -60,6 +60,7 @@ class GptqScheme(PlainScheme):
         if self._parts.has(base + ".g_idx"):
             order = self._parts.need(base + ".g_idx", [(columns,)], _WORDS, of=name)
             check_group_order(self._parts, order, self._stored.group_columns)
+        self._drop_empty_bias(base + ".bias")
         return TransposedSource(
             name=name,
             format=integer_format(self._stored, scales.dtype),
@@ -73,6 +74,15 @@ class GptqScheme(PlainScheme):
             zero_offset=self._zero_offset,
             words_along_rows=self._is_awq,
         )
+
+    def _drop_empty_bias(self, name: str) -> None:
+        """Count a bias of zeros as used: writers add one to modules that never had any.
+
+        Any other is the model's, or left over and then an error.
+        """
+        bias = self._parts.find(name)
+        if bias is not None and not self._parts.whole(bias).any():
+            self._parts.drop(name)
 
 
 def _base(name: str) -> str:

@@ -20,8 +20,8 @@ WEIGHT: Final = ".weight"
 HALVES: Final = {"F16": "f16", "BF16": "bf16"}
 FLOATS: Final = ("F32", "BF16", "F16")
 
-# A part of every row costs one read each: about what copying four times as many bytes costs.
-_WHOLE_SHARE: Final = 4
+# Reading a part of each row costs a call for each, about 6 us: what reading this much more costs.
+_ROW_OVERHEAD_BYTES: Final = 32 * 1024
 
 
 class Parts:
@@ -84,7 +84,7 @@ class Parts:
         """Bytes [start, end) of every row of a matrix: u8 [rows, end - start]."""
         rows = tensor.shape[0]
         row_bytes = tensor.length_bytes // rows
-        if (end_bytes - start_bytes) * _WHOLE_SHARE >= row_bytes:
+        if row_bytes - (end_bytes - start_bytes) < _ROW_OVERHEAD_BYTES:
             whole = self.whole(tensor).reshape(rows, row_bytes)
             return np.ascontiguousarray(whole[:, start_bytes:end_bytes])
         out = np.empty((rows, end_bytes - start_bytes), np.uint8)

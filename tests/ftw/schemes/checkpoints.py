@@ -121,7 +121,7 @@ def read_all(directory: Path, names: Mapping[str, Floats]) -> dict[str, tuple[st
             source = scheme.matrix(name, *values.shape)
             assert source is not None, name
             assert (source.rows_count, source.columns_count) == values.shape
-            split = 32  # a small part and a large one are read in different ways
+            split = 32
             parts = [
                 dequantise(source.read_rows(first, count))
                 for first, count in ((0, split), (split, source.rows_count - split))

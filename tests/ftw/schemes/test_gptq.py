@@ -159,3 +159,30 @@ def test_damage_is_named(source: Path) -> None:
     refused(source, rf"{Q}\.qzeros: 252 rows are not a multiple of 8", rows=252)
     change_tensors(source, lambda all: all.pop(Q + ".scales"))
     refused(source, rf"lacks the tensor {Q}\.scales")
+
+
+def test_a_bias_of_zeros_has_no_meaning(source: Path) -> None:
+    """AutoGPTQ writes one for every module."""
+    for value, is_dropped in ((0, True), (1, False)):
+        data = bytes(510) + value.to_bytes(2, "little")
+        bias = {Q + ".bias": Stored("F16", (256,), data)}
+        change_tensors(source, lambda all, bias=bias: all.update(bias))
+        with Checkpoint(source) as checkpoint:
+            scheme = open_scheme(checkpoint)
+            assert scheme.matrix(Q + ".weight", 256, 256) is not None
+            assert (Q + ".bias" in scheme.consumed) == is_dropped
+
+
+@pytest.mark.parametrize("per_row", [0, 1 << 20])
+@pytest.mark.parametrize("awq", [True, False])
+def test_both_ways_of_reading_a_part(
+    awq: bool, per_row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of wide tensors only the part of each row is read, of others everything."""
+    monkeypatch.setattr("freetokend.ftw.schemes.parts._ROW_OVERHEAD_BYTES", per_row)
+    values = write_quantised(
+        tmp_path / "source",
+        transposed(4, 32, zero_offset=0, awq=awq),
+        awq_config(32) if awq else gptq_config(4, 32, sym=False, checkpoint_format="gptq_v2"),
+    )
+    check_all(tmp_path / "source", values, "int4_g32_f16_zp")
