@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "bf16.h"
+#include "row_ops.h"
 #include "weight_format.h"
 
 namespace freetoken::exec {
@@ -98,6 +99,7 @@ struct Kernels {
   void (*attend_merge)(const AttentionTile& total, const AttentionTile& part);
   // out[query][head_size] = output / sum.
   void (*attend_finish)(const AttentionTile& total, Bf16* out);
+  RowKernels rows;
   // Reads every byte once; the result depends on them so that the reads stay.
   std::uint64_t (*stream_read)(const std::byte* data, std::size_t length_bytes);
 };

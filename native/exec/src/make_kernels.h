@@ -8,6 +8,7 @@
 #include "generic_products.h"
 #include "glu.h"
 #include "kernels.h"
+#include "row_kernels.h"
 #include "vector_math.h"
 
 namespace freetoken::exec {
@@ -57,6 +58,7 @@ constexpr Kernels make_kernels(const ProductTable& products) {
           .attend = Attention<Isa>::attend,
           .attend_merge = Attention<Isa>::merge,
           .attend_finish = Attention<Isa>::finish,
+          .rows = RowOps<Isa>::table(),
           .stream_read = stream_read<Isa>};
 }
 
