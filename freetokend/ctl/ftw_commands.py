@@ -13,7 +13,10 @@ from typing import Final
 
 from freetokend.core.errors import FreetokenError, reaction
 from freetokend.ftw.convert import DEFAULT_SHARD_BYTES, ConvertProgress, convert
+from freetokend.ftw.formats import FORMAT_NAMES, WeightFormat, parse_format
 from freetokend.ftw.index import FtwIndex, read_index
+from freetokend.ftw.layout import ROWS16
+from freetokend.ftw.model import Wanted
 from freetokend.ftw.verify import Damage, VerifyProgress, verify
 
 _EXIT_DAMAGED: Final = 1
@@ -41,7 +44,8 @@ def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="make an FTW directory from a Hugging Face checkpoint",
         description=(
             "Converts a safetensors checkpoint. Needs little memory whatever the model. "
-            "If it is interrupted, run it again: it goes on where it was."
+            "If it is interrupted, run it again: it goes on where it was. "
+            f"FORMAT is one of {FORMAT_NAMES}."
         ),
     )
     parser.add_argument("source", type=Path, help="directory with config.json and *.safetensors")
@@ -59,6 +63,22 @@ def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--threads", type=_count, metavar="N", help="threads that read and pack (default: cores)"
     )
+    parser.add_argument(
+        "--quantize",
+        type=_format,
+        metavar="FORMAT",
+        help="weight format of the routed experts (default: the checkpoint's, else bf16)",
+    )
+    parser.add_argument(
+        "--quantize-dense",
+        type=_dense_format,
+        metavar="FORMAT",
+        help=(
+            "weight format of the other linear layers; router, norms and embedding stay as they "
+            "are (default: the checkpoint's, else bf16)"
+        ),
+    )
+    _add_output(parser)
     parser.set_defaults(handler=_convert)
 
 
@@ -100,6 +120,20 @@ def _count(text: str) -> int:
     return value
 
 
+def _format(text: str) -> WeightFormat:
+    try:
+        return parse_format(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _dense_format(text: str) -> WeightFormat:
+    found = _format(text)
+    if not found.is_dense:
+        raise argparse.ArgumentTypeError(f"only routed experts can be {text}")
+    return found
+
+
 def _guarded(work: Callable[[], int]) -> int:
     """Run `work`; tell errors on stderr and turn them into exit codes."""
     try:
@@ -129,13 +163,17 @@ def _convert(arguments: argparse.Namespace) -> int:
             max_shard_bytes=arguments.shard_bytes,
             force=arguments.force,
             threads_count=arguments.threads,
+            wanted=Wanted(experts=arguments.quantize, dense=arguments.quantize_dense),
         )
         if not any(side.file == "tokenizer.json" for side in index.side_files):
             meter.say(
                 f"warning: {arguments.source} has no tokenizer.json: {arguments.target} can be "
                 "verified but not served over HTTP."
             )
-        print(f"{arguments.target}: {_size(index.region_bytes)}, identity {index.identity}")
+        if arguments.output == "json":
+            print(json.dumps(describe(index, tensors=False), indent=1))
+        else:
+            print(f"{arguments.target}: {_size(index.region_bytes)}, identity {index.identity}")
         return 0
 
     return _guarded(work)
@@ -198,6 +236,10 @@ def describe(index: FtwIndex, *, tensors: bool) -> dict[str, object]:
         "sources_count": len(index.sources),
         "tied_embeddings": index.tied_embeddings,
         "expert_bank": bank,
+        "dense_formats": sorted(
+            {entry.dtype for entry in index.tensors.values() if entry.layout == ROWS16}
+        ),
+        "quantisation": asdict(index.quantisation),
         "router": asdict(index.router),
         "side_files": [side.file for side in index.side_files],
     }
@@ -212,6 +254,10 @@ def _print_info(document: dict[str, object], indent: str = "") -> None:
         if isinstance(value, dict):
             print(f"{indent}{key}:")
             _print_info(value, indent + "  ")
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+            print(f"{indent}{key}:")
+            for item in value:
+                print(f"{indent}  {' '.join(f'{name} {part}' for name, part in item.items())}")
         else:
             print(f"{indent}{key:<{width}}  {_shown(key, value)}")
 

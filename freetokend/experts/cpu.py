@@ -6,15 +6,19 @@ import torch
 
 from freetokend.core.errors import InternalError
 from freetokend.experts.bank import MappedBank
-from freetokend.native.executor import Executor
+from freetokend.native.executor import Executor, Numerics
 from freetokend.tensor.memory import address_of
 
 
 class CpuExpertDispatch:
     """ExpertDispatch over a MappedBank; counts (token, expert) executions."""
 
-    def __init__(self, executor: Executor, mapped: MappedBank) -> None:
+    def __init__(
+        self, executor: Executor, mapped: MappedBank, *, numerics: Numerics = "exact"
+    ) -> None:
+        """numerics: "fast" lets the executor round activations to int8 where a format allows it."""
         self._executor = executor
+        self._numerics: Numerics = numerics
         self._mapped = mapped
         self._executions_count = 0
 
@@ -54,7 +58,12 @@ class CpuExpertDispatch:
             bank=self._mapped.layer_address(moe_layer_index),
             record_bytes=bank.record_bytes,
             experts_count=bank.experts_per_layer_count,
+            weight_format=bank.format,
+            has_bias=bank.has_bias,
             activation=bank.activation,
+            activation_limit=bank.activation_limit,
+            activation_alpha=bank.activation_alpha,
+            numerics=self._numerics,
         )
         out = torch.empty((tokens, bank.hidden_size), dtype=torch.float32)
         self._executor.merge(

@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from freetokend.ftw.layout import ExpertBank, TensorEntry
 
 INDEX_FILE: Final = "freetoken_weight.json"
 FORMAT_NAME: Final = "freetoken_weight"
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 # Version of the packed forms (rows16, expert records): a pool filled in another one is of no use.
+# A format that is added does not change it: a reader that lacks the format refuses its name.
 LAYOUT_VERSION: Final = 1
 
 
@@ -59,6 +60,30 @@ class SideFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerError:
+    """What quantisation cost one MoE layer: RMS of the error / RMS of the weights, per matrix."""
+
+    layer_index: int
+    gate: float
+    up: float
+    down: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantisation:
+    """Where the formats come from.
+
+    scheme: how the checkpoint was quantised ("none", or the name its configuration has for it);
+    experts_from: weight format that the experts had there; layer_errors: of every MoE layer when
+    the converter quantised the experts itself, none when they were packed as they were.
+    """
+
+    scheme: str
+    experts_from: str
+    layer_errors: tuple[LayerError, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FtwIndex:
     """Contents of freetoken_weight.json.
 
@@ -78,6 +103,7 @@ class FtwIndex:
     tensors: Mapping[str, TensorEntry]
     expert_bank: ExpertBank
     router: RouterSemantics
+    quantisation: Quantisation
     sources: tuple[str, ...]
     source: SourceIdentity
     side_files: tuple[SideFile, ...]
@@ -129,6 +155,9 @@ def index_document(index: FtwIndex) -> dict[str, object]:
             "intermediate_size": bank.intermediate_size,
             "moe_layer_indices": list(bank.moe_layer_indices),
             "activation": bank.activation,
+            "activation_limit": bank.activation_limit,
+            "activation_alpha": bank.activation_alpha,
+            "has_bias": bank.has_bias,
         },
         "router": {
             "scoring": index.router.scoring,
@@ -136,6 +165,11 @@ def index_document(index: FtwIndex) -> dict[str, object]:
             "top_k_count": index.router.top_k_count,
             "normalise": index.router.normalise,
             "weight_scale": index.router.weight_scale,
+        },
+        "quantisation": {
+            "scheme": index.quantisation.scheme,
+            "experts_from": index.quantisation.experts_from,
+            "layer_errors": [asdict(layer) for layer in index.quantisation.layer_errors],
         },
         "sources": list(index.sources),
         "source": {

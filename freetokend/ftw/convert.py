@@ -18,28 +18,31 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
-
 from freetokend.core.errors import InvalidInputError, ModelDataError, Reason, ResourceError
 from freetokend.ftw.checkpoint import Checkpoint
 from freetokend.ftw.contents import (
     FORMAT_VERSION,
     LAYOUT_VERSION,
     FtwIndex,
+    LayerError,
+    Quantisation,
     ShardEntry,
     content_identity,
 )
 from freetokend.ftw.families import EMBEDDING_NAME, HEAD_NAME
 from freetokend.ftw.index import read_index
-from freetokend.ftw.journal import Journal, Task, finished_bytes, read_progress
+from freetokend.ftw.journal import Journal, Progress, Task, finished_bytes, read_progress
+from freetokend.ftw.layer_errors import ErrorLedger
 from freetokend.ftw.layout import BLOCK_BYTES, plan_region
-from freetokend.ftw.model import ModelSource
-from freetokend.ftw.pieces import Piece, make_piece, region_pieces, same_values
+from freetokend.ftw.model import ModelSource, Wanted, scheme_name
+from freetokend.ftw.pieces import MadePiece, Piece, make_piece, region_pieces, same_values
+from freetokend.ftw.quantise import QUANTISER_VERSION
+from freetokend.ftw.schemes.registry import open_scheme
 from freetokend.ftw.target import Target, copy_side_files, side_file_bytes
 from freetokend.ftw.threads import threads_to_use
 from freetokend.ftw.writer import RegionWriter
 
+AS_IT_COMES: Final = Wanted()
 DEFAULT_SHARD_BYTES: Final = 4 * 1024 * 1024 * 1024
 # Index, copied files and the file system's own tables, beside the region.
 _SLACK_BYTES: Final = 16 * 1024 * 1024
@@ -62,12 +65,14 @@ def convert(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     force: bool = False,
     threads_count: int | None = None,
+    wanted: Wanted = AS_IT_COMES,
 ) -> FtwIndex:
     """Convert the checkpoint in `source_dir` into the FTW directory `out_dir`.
 
     `max_shard_bytes` is rounded down to 64 MiB; `force` replaces an FTW directory that came from
-    something else; `progress` is called from the calling thread. Returns the index that was
-    written, or the one found when `out_dir` is already this conversion.
+    something else; `progress` is called from the calling thread; `wanted` says into which formats
+    weights are quantised. Returns the index that was written, or the one found when `out_dir` is
+    already this conversion.
     ModelDataError: the source is damaged, unknown or changed. InvalidInputError: the target is in
     the way. ResourceError: not enough space (both numbers), or the disk failed; calling again
     resumes.
@@ -81,7 +86,7 @@ def convert(
     target = Target(Path(source_dir), Path(out_dir))
     try:
         with Checkpoint(source_dir) as checkpoint:
-            conversion = _Conversion(checkpoint, target, max_shard_bytes, progress)
+            conversion = _Conversion(checkpoint, target, max_shard_bytes, progress, wanted)
             if not conversion.is_done(force=force):
                 with target.locked():
                     conversion.run(threads)
@@ -99,9 +104,10 @@ class _Conversion:
         target: Target,
         max_shard_bytes: int,
         progress: Callable[[ConvertProgress], None],
+        wanted: Wanted,
     ) -> None:
         self._checkpoint = checkpoint
-        self._source = ModelSource(checkpoint.config, checkpoint.tensors)
+        self._source = ModelSource(checkpoint, open_scheme(checkpoint), wanted)
         self._plan = plan_region(
             [spec for spec, _ in self._source.tensors],
             self._source.bank_spec(),
@@ -109,12 +115,19 @@ class _Conversion:
         )
         self._target = target
         self._progress = progress
+        self._errors = ErrorLedger(())
 
     def is_done(self, *, force: bool) -> bool:
         """Whether the target already holds this conversion; InvalidInputError if another thing."""
         existing = self._target.existing(self._checkpoint.identity().identity, force=force)
         if existing is None:
             return False
+        if (existing.expert_bank, existing.tensors) != (self._plan.bank, self._plan.tensors):
+            raise InvalidInputError(
+                f"{self._target.directory} exists and was converted from this checkpoint into "
+                f"other weight formats (experts: {existing.expert_bank.format}). Use --force to "
+                f"replace it, or choose another target."
+            )
         self._progress(
             ConvertProgress(
                 done_bytes=existing.region_bytes,
@@ -127,15 +140,23 @@ class _Conversion:
     def run(self, threads_count: int) -> None:
         """Convert, within the lock of the target."""
         self._check_duplicate_head()
-        checksums = self._resume()
+        done = self._resume()
+        self._errors = ErrorLedger(done.errors)
         self._target.check_space(
             self._plan.region_bytes
-            - finished_bytes(len(checksums), self._plan.shards)
+            - finished_bytes(len(done.checksums), self._plan.shards)
             + side_file_bytes(self._checkpoint.directory)
             + _SLACK_BYTES
         )
-        journal = Journal(self._target.temporary, self._task(), checksums)
-        writer = RegionWriter(self._target.temporary, self._plan, checksums, journal.finished)
+        journal = Journal(self._target.temporary, self._task(), done)
+        count = len(done.checksums)
+
+        def on_block(checksum: str) -> None:
+            nonlocal count
+            count += 1
+            journal.finished(checksum, self._errors.take(finished_bytes(count, self._plan.shards)))
+
+        writer = RegionWriter(self._target.temporary, self._plan, done.checksums, on_block)
         try:
             self._write_region(writer, threads_count)
         finally:
@@ -148,6 +169,7 @@ class _Conversion:
         layout = json.dumps(
             [
                 LAYOUT_VERSION,
+                QUANTISER_VERSION if self._source.requantises else 0,
                 [[name, asdict(entry)] for name, entry in self._plan.tensors.items()],
                 asdict(self._plan.bank),
                 [asdict(shard) for shard in self._plan.shards],
@@ -158,7 +180,7 @@ class _Conversion:
             plan=hashlib.sha256(layout.encode()).hexdigest(),
         )
 
-    def _resume(self) -> tuple[str, ...]:
+    def _resume(self) -> Progress:
         found = read_progress(self._target.temporary, self._task(), self._plan.shards)
         if found.dropped is not None:
             self._say(0, f"an unfinished conversion is dropped: {found.dropped}; starting over.")
@@ -166,7 +188,7 @@ class _Conversion:
             done_bytes = finished_bytes(len(found.checksums), self._plan.shards)
             self._say(done_bytes, f"resuming an unfinished conversion at {done_bytes} bytes.")
         self._target.drop_leftovers(keep_shards=bool(found.checksums))
-        return found.checksums
+        return found
 
     def _say(self, done_bytes: int, note: str = "") -> None:
         self._progress(
@@ -174,11 +196,8 @@ class _Conversion:
         )
 
     def _check_duplicate_head(self) -> None:
-        head = self._source.duplicate_head
-        if head is None:
-            return
-        embedding = next(rows for spec, rows in self._source.tensors if spec.name == EMBEDDING_NAME)
-        if not same_values(head, embedding, self._checkpoint):
+        duplicate = self._source.duplicate_head
+        if duplicate is not None and not same_values(*duplicate):
             raise ModelDataError(
                 f"config.json ties the output projection to the embedding, but {HEAD_NAME} and "
                 f"{EMBEDDING_NAME} differ in the checkpoint. Correct tie_word_embeddings."
@@ -191,11 +210,42 @@ class _Conversion:
             if piece.offset_bytes + piece.length_bytes > writer.offset_bytes
         )
         self._say(writer.offset_bytes)
-        for piece, data in _made_ahead(pending, self._checkpoint, threads_count):
-            writer.write(piece.offset_bytes, data)
+        layer: int | None = None
+        for piece, made in _made_ahead(pending, threads_count):
+            if piece.moe_layer_index != layer:
+                self._say_error(writer.offset_bytes, layer)
+                layer = piece.moe_layer_index
+            if piece.moe_layer_index is not None:
+                end_bytes = piece.offset_bytes + piece.length_bytes
+                self._errors.add(end_bytes, piece.moe_layer_index, made.errors)
+            writer.write(piece.offset_bytes, made.data)
             self._say(writer.offset_bytes)
+        self._say_error(writer.offset_bytes, layer)
         writer.finish()
         self._say(writer.offset_bytes)
+
+    def _say_error(self, done_bytes: int, moe_layer_index: int | None) -> None:
+        """Tell what quantisation cost a layer whose last piece has been made."""
+        error = None if moe_layer_index is None else self._layer_error(moe_layer_index)
+        if error is not None:
+            self._say(
+                done_bytes,
+                f"layer {error.layer_index}: experts in {self._plan.bank.format} differ by "
+                f"{error.gate:.4f} (gate), {error.up:.4f} (up), {error.down:.4f} (down) of the "
+                f"weights' RMS.",
+            )
+
+    def _layer_error(self, moe_layer_index: int) -> LayerError | None:
+        layer_index = self._plan.bank.moe_layer_indices[moe_layer_index]
+        return self._errors.layer(moe_layer_index, layer_index)
+
+    def _quantisation(self) -> Quantisation:
+        errors = (self._layer_error(layer) for layer in range(self._plan.bank.moe_layers_count))
+        return Quantisation(
+            scheme=scheme_name(self._checkpoint.config),
+            experts_from=str(self._source.experts_from),
+            layer_errors=tuple(error for error in errors if error is not None),
+        )
 
     def _index(self, writer: RegionWriter) -> FtwIndex:
         config = self._source.config
@@ -221,6 +271,7 @@ class _Conversion:
             tensors=self._plan.tensors,
             expert_bank=self._plan.bank,
             router=self._source.router_semantics(),
+            quantisation=self._quantisation(),
             sources=tuple(sorted(self._source.consumed)),
             source=self._checkpoint.identity(),
             side_files=copy_side_files(self._checkpoint.directory, self._target.temporary),
@@ -228,15 +279,13 @@ class _Conversion:
         return replace(index, identity=content_identity(index))
 
 
-def _made_ahead(
-    pieces: Iterator[Piece], checkpoint: Checkpoint, threads_count: int
-) -> Iterator[tuple[Piece, NDArray[np.uint8]]]:
+def _made_ahead(pieces: Iterator[Piece], threads_count: int) -> Iterator[tuple[Piece, MadePiece]]:
     """Pieces in order with their bytes, made by threads a little ahead of the consumer."""
     pool = ThreadPoolExecutor(threads_count, thread_name_prefix="ftw-convert")
-    waiting: deque[tuple[Piece, Future[NDArray[np.uint8]]]] = deque()
+    waiting: deque[tuple[Piece, Future[MadePiece]]] = deque()
     try:
         for piece in pieces:
-            waiting.append((piece, pool.submit(make_piece, piece, checkpoint)))
+            waiting.append((piece, pool.submit(make_piece, piece)))
             if len(waiting) > 2 * threads_count:
                 first, future = waiting.popleft()
                 yield first, future.result()

@@ -93,6 +93,11 @@ _PLAIN: Final = {
     )
 }
 BF16: Final = _PLAIN["bf16"]
+# For help and errors.
+FORMAT_NAMES: Final = (
+    f"{', '.join(_PLAIN)}, {', '.join(_ALIASES)}, int4_gG_S and int8_gG_S (G: 32, 64 or 128 "
+    "columns per scale; S: f16 or bf16; _zp behind it for zero points)"
+)
 
 
 def parse_format(name: str) -> WeightFormat:
@@ -103,11 +108,7 @@ def parse_format(name: str) -> WeightFormat:
         return plain
     match = _INTEGER.fullmatch(name)
     if match is None:
-        raise ValueError(
-            f"no weight format is called {name!r}; there are {', '.join(_PLAIN)}, "
-            f"{', '.join(_ALIASES)}, and int4_gG_S and int8_gG_S with G 32, 64 or 128, S f16 or "
-            f"bf16, and _zp behind them for zero points"
-        )
+        raise ValueError(f"no weight format is called {name!r}; there are {FORMAT_NAMES}")
     return WeightFormat(
         kind=Kind(match[1]),
         group_columns=int(match[2]),
@@ -181,14 +182,17 @@ def matrix_bytes(weight_format: WeightFormat, rows: int, columns: int) -> int:
 class RecordLayout:
     """Where the parts of an expert record lie, in bytes from its start.
 
-    Gate and up blocks alternate from 0 on. globals_bytes: place of the fp32 factors of gate, up
-    and down, None when the format has none; biases_bytes: places of the biases of gate, up and
-    down, None when the bank has none; record_bytes: length, padded to a page.
+    Gate and up blocks alternate from 0 on; down, `down_columns` wide, ends at payload_bytes. The
+    trailer, from trailer_bytes to end_bytes, may be empty. globals_bytes: place of the fp32
+    factors of gate, up and down, None when the format has none; biases_bytes: places of the biases
+    of gate, up and down, None when the bank has none; record_bytes: length, padded to a page.
     """
 
     down_bytes: int
     down_columns: int
     payload_bytes: int
+    trailer_bytes: int
+    end_bytes: int
     globals_bytes: int | None
     biases_bytes: tuple[int, int, int] | None
     record_bytes: int
@@ -221,6 +225,8 @@ def record_layout(
         down_bytes=down,
         down_columns=inner,
         payload_bytes=payload,
+        trailer_bytes=round_up(payload, LINE_BYTES),
+        end_bytes=end,
         globals_bytes=globals_bytes,
         biases_bytes=biases,
         record_bytes=round_up(end, PAGE_BYTES),

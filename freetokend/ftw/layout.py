@@ -10,9 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-PAGE_BYTES: Final = 4096
+from freetokend.ftw.formats import (
+    BF16,
+    PAGE_BYTES,
+    matrix_bytes,
+    parse_format,
+    record_layout,
+    round_up,
+)
+
 BLOCK_BYTES: Final = 64 * 1024 * 1024
-ROWS_PER_BLOCK: Final = 16
 EXPERTS_TENSOR: Final = "experts"
 
 ROWS16: Final = "rows16"
@@ -21,38 +28,28 @@ EXPERT_RECORDS: Final = "expert_records"
 
 DTYPE_BYTES: Final = {"bf16": 2, "f32": 4, "u8": 1}
 
-
-def round_up(value: int, step: int) -> int:
-    """The smallest multiple of `step` that is not below `value`."""
-    return -(-value // step) * step
+# Slope of the sigmoid in swiglu_oai; other activations have none.
+DEFAULT_ACTIVATION_ALPHA: Final = 1.702
 
 
 def rows16_bytes(rows: int, columns: int) -> int:
     """Bytes of a bf16 matrix [rows, columns] in the rows16 layout."""
-    return round_up(rows, ROWS_PER_BLOCK) * round_up(columns, 2) * 2
-
-
-def gate_up_bytes(hidden_size: int, intermediate_size: int) -> int:
-    """Bytes of the interleaved gate and up blocks at the head of a bf16 expert record."""
-    return 2 * rows16_bytes(intermediate_size, hidden_size)
+    return matrix_bytes(BF16, rows, columns)
 
 
 def bf16_record_bytes(hidden_size: int, intermediate_size: int) -> int:
-    """Bytes of one bf16 expert record, padded to a page.
-
-    The down matrix [hidden, intermediate] is as wide as the activations it meets, which are padded
-    to whole row blocks of gate and up.
-    """
-    padded = round_up(intermediate_size, ROWS_PER_BLOCK)
-    payload = gate_up_bytes(hidden_size, intermediate_size) + rows16_bytes(hidden_size, padded)
-    return round_up(payload, PAGE_BYTES)
+    """Bytes of one bf16 expert record without biases, padded to a page."""
+    return record_layout(BF16, hidden_size, intermediate_size).record_bytes
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int], layout: str) -> int:
-    """Bytes that a tensor of this description occupies, without padding to the next page."""
+    """Bytes that a tensor of this description occupies, without padding to the next page.
+
+    ValueError when a weight format does not have such a shape.
+    """
     if layout == ROWS16:
         rows, columns = shape
-        return rows16_bytes(rows, columns)
+        return matrix_bytes(parse_format(dtype), rows, columns)
     count = DTYPE_BYTES[dtype]
     for size in shape:
         count *= size
@@ -63,8 +60,9 @@ def tensor_bytes(dtype: str, shape: Sequence[int], layout: str) -> int:
 class TensorEntry:
     """One tensor of the region.
 
-    dtype: "bf16", "f32" or "u8"; shape: logical sizes, without padding; layout: "rows16",
-    "row_major" or "expert_records" (then u8 [MoE layers, experts per layer, record bytes]).
+    dtype: "bf16", "f32" or "u8", with the layout "rows16" a weight format; shape: logical sizes,
+    without padding; layout: "rows16", "row_major" or "expert_records" (then u8 [MoE layers,
+    experts per layer, record bytes]).
     """
 
     dtype: str
@@ -83,7 +81,10 @@ class TensorEntry:
 class ExpertBank:
     """The routed experts: equal records, ordered by MoE layer, then expert.
 
-    `moe_layer_indices[i]` is the model's layer index of MoE layer i; dense layers take no rows.
+    format: canonical name of a weight format; `moe_layer_indices[i]`: the model's layer index of
+    MoE layer i (dense layers take no rows); activation: "silu", "gelu", "gelu_tanh" or
+    "swiglu_oai"; activation_limit: gate is clamped to at most it and up to +- it, 0 for none;
+    activation_alpha: slope of the sigmoid of swiglu_oai; has_bias: whether records hold biases.
     """
 
     format: str
@@ -95,6 +96,9 @@ class ExpertBank:
     intermediate_size: int
     moe_layer_indices: tuple[int, ...]
     activation: str
+    activation_limit: float = 0.0
+    activation_alpha: float = DEFAULT_ACTIVATION_ALPHA
+    has_bias: bool = False
 
     @property
     def experts_count(self) -> int:
@@ -136,6 +140,9 @@ class BankSpec:
     intermediate_size: int
     moe_layer_indices: tuple[int, ...]
     activation: str
+    activation_limit: float = 0.0
+    activation_alpha: float = DEFAULT_ACTIVATION_ALPHA
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +196,9 @@ def plan_region(
         intermediate_size=bank.intermediate_size,
         moe_layer_indices=bank.moe_layer_indices,
         activation=bank.activation,
+        activation_limit=bank.activation_limit,
+        activation_alpha=bank.activation_alpha,
+        has_bias=bank.has_bias,
     )
     placed[EXPERTS_TENSOR] = bank_tensor(placed_bank)
     region_bytes = offset_bytes + placed_bank.length_bytes

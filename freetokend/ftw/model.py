@@ -6,12 +6,15 @@ byte is written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 from freetokend.core.errors import ModelDataError, Reason
 from freetokend.core.model_config import ModelConfig, parse_model_config
+from freetokend.ftw.checkpoint import Checkpoint
 from freetokend.ftw.contents import RouterSemantics
 from freetokend.ftw.families import (
     EMBEDDING_NAME,
@@ -25,45 +28,48 @@ from freetokend.ftw.families import (
     TensorRule,
     When,
 )
-from freetokend.ftw.layout import ROW_MAJOR, ROWS16, BankSpec, TensorSpec, bf16_record_bytes
-from freetokend.ftw.safetensors import SourceTensor
+from freetokend.ftw.formats import BF16, WeightFormat, record_layout
+from freetokend.ftw.layout import ROW_MAJOR, ROWS16, BankSpec, TensorSpec
+from freetokend.ftw.matrix import MatrixSource
+from freetokend.ftw.schemes.scheme import Scheme
+from freetokend.ftw.sources import DequantisedMatrix, PlainMatrix, QuantisedMatrix, VectorSource
 
 CONVERTIBLE_DTYPES: Final = ("BF16", "F16", "F32")
 _MAX_EXPERTS_COUNT: Final = 1_000_000
 _SHOWN_COUNT: Final = 5
+_SCHEME_NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceRows:
-    """Rows first_row.. of a source tensor seen as a matrix [.., columns]."""
+class Wanted:
+    """The formats that routed experts and other linear layers are to get; None: as they come."""
 
-    tensor: SourceTensor
-    first_row: int
-    rows_count: int
-    columns_count: int
+    experts: WeightFormat | None = None
+    dense: WeightFormat | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSource:
-    """Where the three matrices of one expert come from."""
+    """Where the three matrices of one expert come from, and what is added to their products."""
 
-    gate: SourceRows
-    up: SourceRows
-    down: SourceRows
+    gate: MatrixSource
+    up: MatrixSource
+    down: MatrixSource
+    biases: tuple[VectorSource, VectorSource, VectorSource] | None = None
 
 
 class ModelSource:
     """The tensors of a checkpoint, resolved against its family and accounted for.
 
     tensors: specification and origin of everything but the routed experts, in region order;
-    consumed: every source tensor that has a use. ModelDataError names what is unknown, missing,
-    left over, of the wrong shape or of a type that cannot be converted.
+    consumed: every source tensor that has a use; duplicate_head: output projection and embedding as
+    bf16 where both were saved though they are one; experts_from: format of the experts in the
+    checkpoint. ModelDataError names what is unknown, missing, left over, of the wrong shape, of a
+    type that cannot be converted, or of a width that the format wanted does not have.
     """
 
-    def __init__(
-        self, config_values: Mapping[str, object], tensors: Mapping[str, SourceTensor]
-    ) -> None:
-        self.config: ModelConfig = parse_model_config(config_values)
+    def __init__(self, checkpoint: Checkpoint, scheme: Scheme, wanted: Wanted) -> None:
+        self.config: ModelConfig = parse_model_config(checkpoint.config)
         family = FAMILIES.get(self.config.architecture)
         if family is None:
             raise ModelDataError(
@@ -83,21 +89,34 @@ class ModelSource:
                 f"config.json: {experts_count} experts are more than {_MAX_EXPERTS_COUNT}."
             )
         self._family: Family = family
-        self._source = tensors
+        self._checkpoint = checkpoint
+        self._scheme = scheme
+        self._wanted = wanted
+        self._plain: set[str] = set()
         self._sizes = _sizes(self.config)
         self._naming = self._expert_naming()
-        self.consumed: set[str] = set()
-        self.duplicate_head: SourceRows | None = None
-        self.tensors: tuple[tuple[TensorSpec, SourceRows], ...] = tuple(self._place_all())
-        self._check_experts()
+        self.duplicate_head: tuple[MatrixSource, MatrixSource] | None = None
+        self.tensors: tuple[tuple[TensorSpec, MatrixSource], ...] = tuple(self._place_all())
+        self.experts_from, self._format = self._check_experts()
         self._check_leftovers()
+
+    @property
+    def consumed(self) -> set[str]:
+        """Names, as the files have them, of all source tensors that were used."""
+        return self._plain | self._scheme.consumed
+
+    @property
+    def requantises(self) -> bool:
+        """Whether the experts change their format on the way."""
+        return self._format != self.experts_from
 
     def bank_spec(self) -> BankSpec:
         """What the planner needs to know of the experts."""
         config = self.config
+        layout = record_layout(self._format, config.hidden_size, config.expert_size)
         return BankSpec(
-            format="bf16",
-            record_bytes=bf16_record_bytes(config.hidden_size, config.expert_size),
+            format=str(self._format),
+            record_bytes=layout.record_bytes,
             experts_per_layer_count=config.experts_per_layer_count,
             hidden_size=config.hidden_size,
             intermediate_size=config.expert_size,
@@ -116,34 +135,44 @@ class ModelSource:
         )
 
     def expert(self, moe_layer_index: int, expert: int) -> ExpertSource:
-        """Where an expert's matrices are (0-based within its layer)."""
+        """Where an expert's matrices are (0-based within its layer), in the bank's format."""
+        gate, up, down = (
+            self._in_format(matrix, self._wanted.experts, "--quantize")
+            for matrix in self._expert(moe_layer_index, expert)
+        )
+        return ExpertSource(gate=gate, up=up, down=down)
+
+    def _expert(
+        self, moe_layer_index: int, expert: int
+    ) -> tuple[MatrixSource, MatrixSource, MatrixSource]:
+        """gate, up and down as the checkpoint has them."""
         layer = self.config.moe_layer_indices[moe_layer_index]
         hidden, inner = self.config.hidden_size, self.config.expert_size
         match self._naming:
             case SeparateExperts(gate=gate, up=up, down=down):
-                return ExpertSource(
-                    gate=self._rows(gate.format(layer=layer, expert=expert), (inner, hidden)),
-                    up=self._rows(up.format(layer=layer, expert=expert), (inner, hidden)),
-                    down=self._rows(down.format(layer=layer, expert=expert), (hidden, inner)),
+                return (
+                    self._matrix(gate.format(layer=layer, expert=expert), (inner, hidden)),
+                    self._matrix(up.format(layer=layer, expert=expert), (inner, hidden)),
+                    self._matrix(down.format(layer=layer, expert=expert), (hidden, inner)),
                 )
             case FusedExperts(gate_up=gate_up, down=down):
                 count = self.config.experts_per_layer_count
                 both = self._rows(gate_up.format(layer=layer), (count, 2 * inner, hidden))
                 downs = self._rows(down.format(layer=layer), (count, hidden, inner))
-                return ExpertSource(
-                    gate=_part(both, expert * 2 * inner, inner),
-                    up=_part(both, expert * 2 * inner + inner, inner),
-                    down=_part(downs, expert * hidden, hidden),
+                return (
+                    both.part(expert * 2 * inner, inner),
+                    both.part(expert * 2 * inner + inner, inner),
+                    downs.part(expert * hidden, hidden),
                 )
 
     def _expert_naming(self) -> SeparateExperts | FusedExperts:
         layer = self.config.moe_layer_indices[0]
         for naming in self._family.experts:
-            if naming.down.format(layer=layer, expert=0) in self._source:
+            if self._scheme.has(naming.down.format(layer=layer, expert=0)):
                 return naming
         return self._family.experts[0]
 
-    def _place_all(self) -> Iterator[tuple[TensorSpec, SourceRows]]:
+    def _place_all(self) -> Iterator[tuple[TensorSpec, MatrixSource]]:
         for rule in self._family.rules:
             if rule.scope is Scope.MODEL:
                 yield from self._place(rule, None)
@@ -156,32 +185,80 @@ class ModelSource:
 
     def _place(
         self, rule: TensorRule, layer: int | None
-    ) -> Iterator[tuple[TensorSpec, SourceRows]]:
+    ) -> Iterator[tuple[TensorSpec, MatrixSource]]:
         names = [name.format(layer=layer) for name in rule.names]
         shape = tuple(self._sizes[size] for size in rule.shape)
-        if rule.when is When.UNTIED and self.config.tied_embeddings:
-            if names[0] in self._source:
-                # Some writers save the tied matrix twice; the converter compares the two.
-                self.duplicate_head = self._rows(names[0], shape)
-            return
         if rule.when is When.ATTENTION_BIAS and not self.config.attention_bias:
             return
-        name = next((name for name in names if name in self._source), names[0])
-        rows = self._rows(name, shape)
-        dtype, layout = self._storage(rule.kind)
-        yield TensorSpec(name=names[0], dtype=dtype, shape=shape, layout=layout), rows
-
-    def _storage(self, kind: Kind) -> tuple[str, str]:
-        match kind:
+        if rule.when is When.UNTIED and self.config.tied_embeddings:
+            if self._scheme.has(names[0]):
+                # Some writers save the tied matrix twice; the converter compares the two.
+                head, embedding = (
+                    self._in_format(self._matrix(name, shape), BF16, "")
+                    for name in (names[0], EMBEDDING_NAME)
+                )
+                self.duplicate_head = (head, embedding)
+            tied = self._tied_head(shape)
+            if tied.format != BF16:
+                yield self._linear(names[0], shape, tied)
+            return
+        name = next((name for name in names if self._scheme.has(name)), names[0])
+        match rule.kind:
             case Kind.LINEAR:
-                return "bf16", ROWS16
+                matrix = self._in_format(
+                    self._matrix(name, shape), self._wanted.dense, "--quantize-dense"
+                )
+                yield self._linear(names[0], shape, matrix)
             case Kind.EMBEDDING:
-                return "bf16", ROWS16 if self.config.tied_embeddings else ROW_MAJOR
+                embedding = self._in_format(self._matrix(name, shape), BF16, "")
+                # One matrix serves both ends of the model if it may be bf16 at both.
+                shared = self.config.tied_embeddings and self._tied_head(shape).format == BF16
+                layout = ROWS16 if shared else ROW_MAJOR
+                spec = TensorSpec(name=names[0], dtype="bf16", shape=shape, layout=layout)
+                yield spec, embedding
             case Kind.VECTOR | Kind.ROUTER:
-                return "f32", ROW_MAJOR
+                spec = TensorSpec(name=names[0], dtype="f32", shape=shape, layout=ROW_MAJOR)
+                yield spec, self._rows(name, shape)
 
-    def _rows(self, name: str, shape: tuple[int, ...]) -> SourceRows:
-        tensor = self._source.get(name)
+    def _tied_head(self, shape: tuple[int, ...]) -> MatrixSource:
+        """The output projection of a model that ties it to the embedding."""
+        embedding = self._matrix(EMBEDDING_NAME, shape)
+        return self._in_format(embedding, self._wanted.dense, "--quantize-dense")
+
+    def _linear(
+        self, name: str, shape: tuple[int, ...], matrix: MatrixSource
+    ) -> tuple[TensorSpec, MatrixSource]:
+        if not matrix.format.is_dense:
+            raise ModelDataError(
+                f"tensor {matrix.name} is {matrix.format}, which only routed experts can be. Give "
+                f"--quantize-dense with another format, or bf16, to convert it into.",
+                reason=Reason.MODEL_UNSUPPORTED,
+            )
+        return TensorSpec(name=name, dtype=str(matrix.format), shape=shape, layout=ROWS16), matrix
+
+    def _in_format(
+        self, matrix: MatrixSource, wanted: WeightFormat | None, option: str
+    ) -> MatrixSource:
+        """`matrix` brought into the format, itself when it has it already or none is wanted."""
+        if wanted is None or matrix.format == wanted:
+            return matrix
+        if matrix.columns_count % wanted.column_multiple:
+            raise ModelDataError(
+                f"tensor {matrix.name}: its width {matrix.columns_count} is not a multiple of "
+                f"{wanted.column_multiple}, the block of {wanted}. Choose another format for "
+                f"{option}.",
+                reason=Reason.MODEL_UNSUPPORTED,
+            )
+        values = matrix if isinstance(matrix, PlainMatrix) else DequantisedMatrix(matrix=matrix)
+        return QuantisedMatrix(values, wanted)
+
+    def _matrix(self, name: str, shape: tuple[int, ...]) -> MatrixSource:
+        """The matrix as the checkpoint has it, quantised or plain."""
+        rows, columns = shape
+        return self._scheme.matrix(name, rows, columns) or self._rows(name, shape)
+
+    def _rows(self, name: str, shape: tuple[int, ...]) -> PlainMatrix:
+        tensor = self._scheme.tensor(name)
         if tensor is None:
             raise ModelDataError(
                 f"the checkpoint lacks the tensor {name}, which {self.config.architecture} with "
@@ -198,22 +275,39 @@ class ModelSource:
                 f"{', '.join(CONVERTIBLE_DTYPES)} can be converted.",
                 reason=Reason.MODEL_UNSUPPORTED,
             )
-        self.consumed.add(name)
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
-        return SourceRows(tensor=tensor, first_row=0, rows_count=rows, columns_count=shape[-1])
+        self._plain.add(tensor.name)
+        return PlainMatrix(
+            checkpoint=self._checkpoint,
+            tensor=tensor,
+            first_row=0,
+            rows_count=prod(shape[:-1]),
+            columns_count=shape[-1],
+        )
 
-    def _check_experts(self) -> None:
+    def _check_experts(self) -> tuple[WeightFormat, WeightFormat]:
+        """The experts' format in the checkpoint and in the bank, having looked at all of them."""
+        first = self._expert(0, 0)[0]
+        wanted = self._wanted.experts or first.format
         for moe_layer_index in range(len(self.config.moe_layer_indices)):
             for expert in range(self.config.experts_per_layer_count):
-                self.expert(moe_layer_index, expert)
+                source = self.expert(moe_layer_index, expert)
+                for matrix in (source.gate, source.up, source.down):
+                    if matrix.format != wanted:
+                        raise ModelDataError(
+                            f"tensor {matrix.name} is {matrix.format} and {first.name} is "
+                            f"{wanted}; all routed experts must have one format. Give --quantize "
+                            f"to convert them into one.",
+                            reason=Reason.MODEL_UNSUPPORTED,
+                        )
+        return first.format, wanted
 
     def _check_leftovers(self) -> None:
+        consumed = self.consumed
         left = [
             name
-            for name in self._source
-            if name not in self.consumed
+            for name in self._checkpoint.tensors
+            if name not in consumed
+            and not self._scheme.ignorable(name)
             and not any(pattern.fullmatch(name) for pattern in self._family.ignorable)
         ]
         if left:
@@ -225,13 +319,13 @@ class ModelSource:
             )
 
 
-def _part(rows: SourceRows, first_row: int, rows_count: int) -> SourceRows:
-    return SourceRows(
-        tensor=rows.tensor,
-        first_row=rows.first_row + first_row,
-        rows_count=rows_count,
-        columns_count=rows.columns_count,
-    )
+def scheme_name(config: Mapping[str, object]) -> str:
+    """What a configuration calls the way its checkpoint is quantised; "none" when it does not."""
+    section = config.get("quantization_config")
+    method = section.get("quant_method") if isinstance(section, Mapping) else None
+    if isinstance(method, str) and _SCHEME_NAME.fullmatch(method):
+        return method
+    return "none"
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
@@ -253,5 +347,6 @@ __all__ = [
     "HEAD_NAME",
     "ExpertSource",
     "ModelSource",
-    "SourceRows",
+    "Wanted",
+    "scheme_name",
 ]

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from freetokend.ftw.layout import ROWS_PER_BLOCK, gate_up_bytes, round_up, rows16_bytes
+from freetokend.ftw.formats import ROWS_PER_BLOCK, round_up
 
 U16 = NDArray[np.uint16]
 F32 = NDArray[np.float32]
@@ -106,28 +106,3 @@ def unpack_rows16(packed: U16, rows: int, columns: int) -> U16:
     grid = packed.reshape(blocks, -1, ROWS_PER_BLOCK, 2)
     matrix = grid.transpose(0, 2, 1, 3).reshape(blocks * ROWS_PER_BLOCK, -1)
     return np.ascontiguousarray(matrix[:rows, :columns])
-
-
-def pack_gate_up(gate: U16, up: U16) -> U16:
-    """Rows of gate and up, bf16 bits [n, H] each -> their blocks interleaved: gate 0, up 0, ..."""
-    return np.stack((pack_rows16(gate), pack_rows16(up)), axis=1)
-
-
-def pack_down(down: U16) -> U16:
-    """Rows of down, bf16 bits [n, I] -> rows16 as wide as I rounded up to 16."""
-    return pack_rows16(down, round_up(down.shape[1], ROWS_PER_BLOCK))
-
-
-def unpack_record(
-    record: NDArray[np.uint8], hidden_size: int, intermediate_size: int
-) -> tuple[U16, U16, U16]:
-    """A bf16 expert record -> bits of gate [I, H], up [I, H] and down [H, I]."""
-    split = gate_up_bytes(hidden_size, intermediate_size)
-    padded = round_up(intermediate_size, ROWS_PER_BLOCK)
-    gate_up = record[:split].view(np.uint16).reshape(padded // ROWS_PER_BLOCK, 2, -1)
-    down = record[split : split + rows16_bytes(hidden_size, padded)].view(np.uint16)
-    return (
-        unpack_rows16(gate_up[:, 0], intermediate_size, hidden_size),
-        unpack_rows16(gate_up[:, 1], intermediate_size, hidden_size),
-        unpack_rows16(down, hidden_size, intermediate_size),
-    )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freetokend.ftw.formats import ROWS_PER_BLOCK, WeightFormat, record_layout, round_up
+from freetokend.ftw.formats import (
+    ROWS_PER_BLOCK,
+    RecordLayout,
+    WeightFormat,
+    record_layout,
+    round_up,
+)
 from freetokend.ftw.matrix import QuantMatrix
 from freetokend.ftw.packing_blocks import pack_blocks, unpack_blocks
 
@@ -36,39 +43,38 @@ def pack_down(down: QuantMatrix) -> U8:
     return pack_blocks(down, round_up(down.columns_count, ROWS_PER_BLOCK))
 
 
-def pack_globals(gate: float, up: float, down: float) -> U8:
-    """The line with the factors of a format that has them: fp32 gate, up, down, zeros."""
-    line = np.zeros(16, np.float32)
-    line[:3] = gate, up, down
-    return line.view(np.uint8)
+def pack_trailer(
+    layout: RecordLayout, factors: Sequence[float], biases: Sequence[F32] | None
+) -> U8:
+    """What follows the matrices, from `layout.trailer_bytes` on; empty when there is nothing.
 
-
-def pack_bias(bias: F32) -> U8:
-    """A bias [n] as it stands in a record: padded to a multiple of 16 numbers."""
-    padded = np.zeros(round_up(bias.shape[0], ROWS_PER_BLOCK), np.float32)
-    padded[: bias.shape[0]] = bias
-    return padded.view(np.uint8)
+    factors: the fp32 factors of gate, up and down, stored if the format has them; biases: of gate
+    [I], up [I] and down [H], given exactly when the bank has them.
+    """
+    start = layout.trailer_bytes
+    trailer = np.zeros(layout.end_bytes - start, np.uint8)
+    if layout.globals_bytes is not None:
+        _put(trailer, layout.globals_bytes - start, np.array(factors, np.float32))
+    for place, bias in zip(layout.biases_bytes or (), biases or (), strict=True):
+        _put(trailer, place - start, bias)
+    return trailer
 
 
 def pack_record(expert: ExpertMatrices) -> U8:
     """The whole record of one expert, padded to a page."""
-    weight_format = expert.gate.format
     hidden, inner = expert.gate.columns_count, expert.gate.rows_count
-    layout = record_layout(weight_format, hidden, inner, has_bias=expert.biases is not None)
+    layout = record_layout(expert.gate.format, hidden, inner, has_bias=expert.biases is not None)
     record = np.zeros(layout.record_bytes, np.uint8)
-
-    def put(start: int, data: U8) -> None:
-        record[start : start + data.size] = data.reshape(-1)
-
-    put(0, pack_gate_up(expert.gate, expert.up))
-    put(layout.down_bytes, pack_down(expert.down))
-    if layout.globals_bytes is not None:
-        parts = (expert.gate, expert.up, expert.down)
-        put(layout.globals_bytes, pack_globals(*(part.global_scale for part in parts)))
-    if layout.biases_bytes is not None and expert.biases is not None:
-        for start, bias in zip(layout.biases_bytes, expert.biases, strict=True):
-            put(start, pack_bias(bias))
+    _put(record, 0, pack_gate_up(expert.gate, expert.up))
+    _put(record, layout.down_bytes, pack_down(expert.down))
+    factors = [part.global_scale for part in (expert.gate, expert.up, expert.down)]
+    _put(record, layout.trailer_bytes, pack_trailer(layout, factors, expert.biases))
     return record
+
+
+def _put(target: U8, start: int, data: NDArray[Any]) -> None:
+    raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    target[start : start + raw.size] = raw
 
 
 def unpack_record(

@@ -14,134 +14,234 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from freetokend.ftw.checkpoint import Checkpoint
-from freetokend.ftw.layout import (
-    ROWS16,
+from freetokend.core.errors import InternalError, ModelDataError
+from freetokend.ftw.formats import (
+    FP8_BLOCK_ROWS,
     ROWS_PER_BLOCK,
-    RegionPlan,
-    TensorEntry,
-    gate_up_bytes,
-    rows16_bytes,
+    RecordLayout,
+    WeightFormat,
+    block_bytes,
+    parse_format,
+    record_layout,
+    round_up,
 )
-from freetokend.ftw.model import ModelSource, SourceRows
-from freetokend.ftw.packing import U16, as_bf16, as_f32, pack_down, pack_gate_up, pack_rows16
+from freetokend.ftw.layout import ROWS16, ExpertBank, RegionPlan, TensorEntry
+from freetokend.ftw.matrix import MatrixSource, QuantMatrix, problem_of
+from freetokend.ftw.model import ExpertSource, ModelSource
+from freetokend.ftw.packing_blocks import pack_blocks
+from freetokend.ftw.packing_record import pack_down, pack_gate_up, pack_trailer
+from freetokend.ftw.sources import (
+    PlainMatrix,
+    QuantisedMatrix,
+    SquaredError,
+    VectorSource,
+    squared_error,
+)
 
-# Large enough for efficient reads, small enough that the arrays of a piece stay near the cache.
-_PIECE_BYTES: Final = 4 * 1024 * 1024
+# Elements of a piece: large enough for efficient reads, small enough that its arrays stay near the
+# cache and the temporaries of quantisation stay few.
+_PIECE_COUNT: Final = 2 * 1024 * 1024
 
 
 class Form(Enum):
     """How the source rows of a piece become bytes."""
 
-    ROWS16 = auto()
+    BLOCKS = auto()
     BF16 = auto()
     F32 = auto()
     GATE_UP = auto()
     DOWN = auto()
+    TRAILER = auto()
+
+
+# The matrices of an expert, whose errors are told; others are not measured.
+_MEASURED: Final[dict[Form, tuple[str, ...]]] = {Form.GATE_UP: ("gate", "up"), Form.DOWN: ("down",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """[offset, offset + length) of the region, from whole source rows (two parts for GATE_UP)."""
+    """[offset, offset + length) of the region.
+
+    From rows [first_row, first_row + rows_count) of each of `parts`: gate and up for GATE_UP, all
+    three matrices for TRAILER. moe_layer_index: whose expert it is a part of, None for none;
+    biases and record: for TRAILER.
+    """
 
     offset_bytes: int
     length_bytes: int
     form: Form
-    parts: tuple[SourceRows, ...]
+    parts: tuple[MatrixSource, ...]
+    first_row: int
+    rows_count: int
+    moe_layer_index: int | None = None
+    biases: tuple[VectorSource, ...] = ()
+    record: RecordLayout | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadePiece:
+    """The bytes of a piece, and what quantisation cost: "gate", "up" or "down" and its sums."""
+
+    data: NDArray[np.uint8]
+    errors: tuple[tuple[str, SquaredError], ...] = ()
 
 
 def region_pieces(source: ModelSource, plan: RegionPlan) -> Iterator[Piece]:
     """All pieces in region order; the gaps between them are zeros."""
-    for spec, rows in source.tensors:
-        yield from _tensor_pieces(plan.tensors[spec.name], rows)
+    for spec, matrix in source.tensors:
+        yield from _tensor_pieces(plan.tensors[spec.name], matrix)
     bank = plan.bank
     for moe_layer_index in range(bank.moe_layers_count):
         for expert in range(bank.experts_per_layer_count):
             offset_bytes = bank.record_offset_bytes(bank.expert_id(moe_layer_index, expert))
             origin = source.expert(moe_layer_index, expert)
-            yield from _cut(offset_bytes, Form.GATE_UP, (origin.gate, origin.up))
-            down_bytes = offset_bytes + gate_up_bytes(bank.hidden_size, bank.intermediate_size)
-            yield from _cut(down_bytes, Form.DOWN, (origin.down,))
+            yield from expert_pieces(bank, offset_bytes, moe_layer_index, origin)
 
 
-def make_piece(piece: Piece, checkpoint: Checkpoint) -> NDArray[np.uint8]:
-    """The bytes of `piece`, read and packed. Safe from several threads at once."""
-    match piece.form:
-        case Form.F32:
-            (rows,) = piece.parts
-            packed: NDArray[np.generic] = as_f32(_read(rows, checkpoint), rows.tensor.dtype)
-        case Form.BF16:
-            packed = _bf16(piece.parts[0], checkpoint)
-        case Form.ROWS16:
-            packed = pack_rows16(_bf16(piece.parts[0], checkpoint))
-        case Form.DOWN:
-            packed = pack_down(_bf16(piece.parts[0], checkpoint))
-        case Form.GATE_UP:
-            gate, up = (_bf16(rows, checkpoint) for rows in piece.parts)
-            packed = pack_gate_up(gate, up)
-    return np.ascontiguousarray(packed).reshape(-1).view(np.uint8)
+def expert_pieces(
+    bank: ExpertBank, offset_bytes: int, moe_layer_index: int, origin: ExpertSource
+) -> Iterator[Piece]:
+    """The pieces of one record, which begins at `offset_bytes` of the region."""
+    weight_format = parse_format(bank.format)
+    hidden, inner = bank.hidden_size, bank.intermediate_size
+    layout = record_layout(weight_format, hidden, inner, has_bias=bank.has_bias)
+    gate_up = (origin.gate, origin.up)
+    yield from _cut(
+        offset_bytes, Form.GATE_UP, gate_up, 2 * block_bytes(weight_format, hidden), moe_layer_index
+    )
+    yield from _cut(
+        offset_bytes + layout.down_bytes,
+        Form.DOWN,
+        (origin.down,),
+        block_bytes(weight_format, layout.down_columns),
+        moe_layer_index,
+    )
+    if layout.end_bytes > layout.trailer_bytes:
+        yield Piece(
+            offset_bytes=offset_bytes + layout.trailer_bytes,
+            length_bytes=layout.end_bytes - layout.trailer_bytes,
+            form=Form.TRAILER,
+            parts=(*gate_up, origin.down),
+            first_row=0,
+            rows_count=0,
+            moe_layer_index=moe_layer_index,
+            biases=origin.biases or (),
+            record=layout,
+        )
 
 
-def _tensor_pieces(entry: TensorEntry, rows: SourceRows) -> Iterator[Piece]:
-    if entry.dtype == "f32":
-        return _cut(entry.offset_bytes, Form.F32, (rows,))
-    form = Form.ROWS16 if entry.layout == ROWS16 else Form.BF16
-    return _cut(entry.offset_bytes, form, (rows,))
+def make_piece(piece: Piece) -> MadePiece:
+    """The bytes of `piece`, read and packed. Safe from several threads at once.
+
+    ModelDataError names a source tensor that holds a number which its format cannot.
+    """
+    if piece.form is Form.F32:
+        (part,) = piece.parts
+        if not isinstance(part, PlainMatrix):
+            raise InternalError(f"tensor {part.name} is wanted in fp32 and is {part.format}")
+        return MadePiece(data=_raw(part.read_values(piece.first_row, piece.rows_count)))
+    if piece.form is Form.TRAILER and piece.record is not None:
+        factors = [_global_scale(part) for part in piece.parts]
+        biases = [bias.read() for bias in piece.biases]
+        return MadePiece(data=pack_trailer(piece.record, factors, biases))
+    matrices, errors = [], []
+    names = _MEASURED.get(piece.form, ())
+    for position, part in enumerate(piece.parts):
+        if isinstance(part, QuantisedMatrix):
+            matrix, values = part.read_both(piece.first_row, piece.rows_count)
+            _check(matrix, part)
+            if position < len(names):
+                errors.append((names[position], squared_error(matrix, values)))
+        else:
+            matrix = part.read_rows(piece.first_row, piece.rows_count)
+            _check(matrix, part)
+        matrices.append(matrix)
+    return MadePiece(data=_packed(piece.form, matrices), errors=tuple(errors))
 
 
-def _piece_bytes(form: Form, rows: int, columns: int) -> int:
+def _packed(form: Form, matrices: list[QuantMatrix]) -> NDArray[np.uint8]:
     match form:
-        case Form.F32:
-            return rows * columns * 4
-        case Form.BF16:
-            return rows * columns * 2
-        case Form.ROWS16:
-            return rows16_bytes(rows, columns)
         case Form.GATE_UP:
-            return 2 * rows16_bytes(rows, columns)
+            gate, up = matrices
+            return _raw(pack_gate_up(gate, up))
         case Form.DOWN:
-            return rows16_bytes(rows, -(-columns // ROWS_PER_BLOCK) * ROWS_PER_BLOCK)
+            return _raw(pack_down(matrices[0]))
+        case Form.BF16:
+            return _raw(matrices[0].codes)
+        case _:
+            return _raw(pack_blocks(matrices[0]))
 
 
-def _cut(offset_bytes: int, form: Form, parts: tuple[SourceRows, ...]) -> Iterator[Piece]:
-    """Split matrices of equal shape, packed together, into pieces of whole row blocks."""
+def _raw(values: NDArray[np.generic]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+def _check(matrix: QuantMatrix, source: MatrixSource) -> None:
+    problem = problem_of(matrix)
+    if problem is not None:
+        raise ModelDataError(
+            f"tensor {source.name} {problem} in {matrix.format}; it cannot be computed with. "
+            f"Choose a format with another scale, or check where the checkpoint comes from."
+        )
+
+
+def _global_scale(source: MatrixSource) -> float:
+    return source.read_rows(0, min(ROWS_PER_BLOCK, source.rows_count)).global_scale
+
+
+def _tensor_pieces(entry: TensorEntry, matrix: MatrixSource) -> Iterator[Piece]:
+    columns = matrix.columns_count
+    if entry.dtype == "f32":
+        return _cut(entry.offset_bytes, Form.F32, (matrix,), columns * 4 * ROWS_PER_BLOCK, None)
+    if entry.layout == ROWS16:
+        length_bytes = block_bytes(parse_format(entry.dtype), columns)
+        return _cut(entry.offset_bytes, Form.BLOCKS, (matrix,), length_bytes, None)
+    return _cut(entry.offset_bytes, Form.BF16, (matrix,), columns * 2 * ROWS_PER_BLOCK, None)
+
+
+def _cut(
+    offset_bytes: int,
+    form: Form,
+    parts: tuple[MatrixSource, ...],
+    step_bytes: int,
+    moe_layer_index: int | None,
+) -> Iterator[Piece]:
+    """Split matrices of equal shape, packed together, into pieces of whole row blocks.
+
+    step_bytes: what 16 rows of all parts take together.
+    """
     rows_count, columns = parts[0].rows_count, parts[0].columns_count
-    block_bytes = _piece_bytes(form, ROWS_PER_BLOCK, columns)
-    step = max(_PIECE_BYTES // block_bytes, 1) * ROWS_PER_BLOCK
+    # A multiple of 128 rows where there are as many, so that no block of fp8 is looked at twice.
+    step = max(_PIECE_COUNT // (columns * len(parts)), 1)
+    step = round_up(step, ROWS_PER_BLOCK if step < FP8_BLOCK_ROWS else FP8_BLOCK_ROWS)
     for first in range(0, rows_count, step):
         count = min(step, rows_count - first)
-        length_bytes = _piece_bytes(form, count, columns)
+        length_bytes = _length(form, parts[0].format, count, columns, step_bytes)
         yield Piece(
             offset_bytes=offset_bytes,
             length_bytes=length_bytes,
             form=form,
-            parts=tuple(
-                SourceRows(
-                    tensor=part.tensor,
-                    first_row=part.first_row + first,
-                    rows_count=count,
-                    columns_count=columns,
-                )
-                for part in parts
-            ),
+            parts=parts,
+            first_row=first,
+            rows_count=count,
+            moe_layer_index=moe_layer_index,
         )
         offset_bytes += length_bytes
 
 
-def _read(rows: SourceRows, checkpoint: Checkpoint) -> NDArray[np.uint8]:
-    element_bytes = 4 if rows.tensor.dtype == "F32" else 2
-    row_bytes = rows.columns_count * element_bytes
-    return checkpoint.read(rows.tensor, rows.first_row * row_bytes, rows.rows_count * row_bytes)
+def _length(
+    form: Form, weight_format: WeightFormat, rows: int, columns: int, step_bytes: int
+) -> int:
+    if form in (Form.F32, Form.BF16):
+        return rows * columns * (4 if form is Form.F32 else 2)
+    return round_up(rows, ROWS_PER_BLOCK) // ROWS_PER_BLOCK * step_bytes
 
 
-def _bf16(rows: SourceRows, checkpoint: Checkpoint) -> U16:
-    bits = as_bf16(_read(rows, checkpoint), rows.tensor.dtype)
-    return bits.reshape(rows.rows_count, rows.columns_count)
-
-
-def same_values(left: SourceRows, right: SourceRows, checkpoint: Checkpoint) -> bool:
-    """Whether two source matrices of one shape hold the same numbers after rounding to bf16."""
+def same_values(left: MatrixSource, right: MatrixSource) -> bool:
+    """Whether two bf16 matrices of one shape hold the same numbers."""
+    step = round_up(max(_PIECE_COUNT // left.columns_count, 1), FP8_BLOCK_ROWS)
     return all(
-        np.array_equal(_bf16(a.parts[0], checkpoint), _bf16(b.parts[0], checkpoint))
-        for a, b in zip(_cut(0, Form.BF16, (left,)), _cut(0, Form.BF16, (right,)), strict=True)
+        np.array_equal(left.read_rows(first, count).codes, right.read_rows(first, count).codes)
+        for first in range(0, left.rows_count, step)
+        if (count := min(step, left.rows_count - first))
     )

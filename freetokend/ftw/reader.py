@@ -10,9 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freetokend.core.errors import ModelDataError
+from freetokend.ftw.formats import parse_format
 from freetokend.ftw.index import FtwIndex, read_index
 from freetokend.ftw.layout import EXPERT_RECORDS, ROWS16
-from freetokend.ftw.packing import bf16_to_f32, unpack_record, unpack_rows16
+from freetokend.ftw.matrix import dequantise
+from freetokend.ftw.packing import bf16_to_f32
+from freetokend.ftw.packing_blocks import unpack_blocks
+from freetokend.ftw.packing_record import unpack_record
 from freetokend.ftw.strict_json import JsonObject, io_error, parse_json, read_file
 
 CONFIG_FILE: Final = "config.json"
@@ -53,7 +57,7 @@ class FtwDirectory:
         return out
 
     def tensor(self, name: str) -> NDArray[np.generic]:
-        """A tensor in its logical shape: fp32 (exact also for bf16); u8 for expert records.
+        """A tensor in its logical shape: fp32, whatever its format; u8 for expert records.
 
         ModelDataError when there is no such tensor. Reads the whole tensor into memory.
         """
@@ -65,11 +69,11 @@ class FtwDirectory:
             return raw.reshape(entry.shape)
         if entry.dtype == "f32":
             return raw.view(np.float32).reshape(entry.shape)
-        bits = raw.view(np.uint16)
         if entry.layout == ROWS16:
             rows, columns = entry.shape
-            bits = unpack_rows16(bits, rows, columns)
-        return bf16_to_f32(bits.reshape(entry.shape))
+            matrix = unpack_blocks(raw, parse_format(entry.dtype), rows, columns)
+            return dequantise(matrix, np.float32)
+        return bf16_to_f32(raw.view(np.uint16).reshape(entry.shape))
 
     def expert(
         self, moe_layer_index: int, expert: int
@@ -82,8 +86,18 @@ class FtwDirectory:
             raise ValueError(f"no expert {expert}")
         offset_bytes = bank.record_offset_bytes(bank.expert_id(moe_layer_index, expert))
         record = self.read_region(offset_bytes, bank.record_bytes)
-        gate, up, down = unpack_record(record, bank.hidden_size, bank.intermediate_size)
-        return bf16_to_f32(gate), bf16_to_f32(up), bf16_to_f32(down)
+        expert_matrices = unpack_record(
+            record,
+            parse_format(bank.format),
+            bank.hidden_size,
+            bank.intermediate_size,
+            has_bias=bank.has_bias,
+        )
+        gate, up, down = (
+            dequantise(part, np.float32)
+            for part in (expert_matrices.gate, expert_matrices.up, expert_matrices.down)
+        )
+        return gate, up, down
 
 
 def read_json_object(path: Path, purpose: str) -> dict[str, object]:

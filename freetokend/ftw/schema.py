@@ -18,23 +18,23 @@ from freetokend.ftw.contents import (
     INDEX_FILE,
     LAYOUT_VERSION,
     FtwIndex,
+    LayerError,
+    Quantisation,
     RouterSemantics,
     ShardEntry,
     SideFile,
     SourceIdentity,
     content_identity,
 )
+from freetokend.ftw.formats import PAGE_BYTES, WeightFormat, parse_format, record_layout
 from freetokend.ftw.layout import (
-    DTYPE_BYTES,
     EXPERT_RECORDS,
     EXPERTS_TENSOR,
-    PAGE_BYTES,
     ROW_MAJOR,
     ROWS16,
     ExpertBank,
     TensorEntry,
     bank_tensor,
-    bf16_record_bytes,
     blocks_count,
     shard_name,
     tensor_bytes,
@@ -54,9 +54,10 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
 _FILE: Final = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,254}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _XXH3: Final = re.compile(r"[0-9a-f]{16}")
-_LAYOUTS: Final = {ROWS16: ("bf16",), ROW_MAJOR: ("bf16", "f32"), EXPERT_RECORDS: ("u8",)}
-_RECORD_BYTES: Final = {"bf16": bf16_record_bytes}
-_ACTIVATIONS: Final = re.compile("silu")
+_LAYOUTS: Final = {ROWS16: (), ROW_MAJOR: ("bf16", "f32"), EXPERT_RECORDS: ("u8",)}
+_ACTIVATIONS: Final = re.compile("silu|gelu|gelu_tanh|swiglu_oai")
+_MAX_ACTIVATION_NUMBER: Final = 1e6
+_MAX_ERROR: Final = 1e9
 _SCORINGS: Final = re.compile("softmax")
 _SELECTIONS: Final = re.compile("top_k")
 
@@ -84,6 +85,7 @@ def index_from_json(data: bytes, where: str) -> FtwIndex:
         tensors=_tensors(root),
         expert_bank=_bank(root.member("expert_bank")),
         router=_router(root.member("router")),
+        quantisation=_quantisation(root.member("quantisation")),
         sources=_sources(root),
         source=_source(root.member("source")),
         side_files=_side_files(root),
@@ -165,8 +167,9 @@ def _tensors(root: JsonObject) -> dict[str, TensorEntry]:
         root.as_text("the name of a tensor", name, _NAME)
         entry = JsonObject(value, f"{root.where}: tensor {name}")
         layout = entry.text("layout", re.compile("|".join(_LAYOUTS)))
-        dtype = entry.text("dtype", re.compile("|".join(DTYPE_BYTES)))
-        if dtype not in _LAYOUTS[layout]:
+        dtype = entry.text("dtype", _NAME)
+        known = _is_dense(dtype) if layout == ROWS16 else dtype in _LAYOUTS[layout]
+        if not known:
             entry.fail("dtype", f"is {dtype}, which the layout {layout} does not have")
         shape = tuple(
             entry.as_integer("shape", size, 1, MAX_SIZE) for size in entry.items("shape", 4)
@@ -177,7 +180,10 @@ def _tensors(root: JsonObject) -> dict[str, TensorEntry]:
         if offset_bytes % PAGE_BYTES:
             entry.fail("offset_bytes", f"is {offset_bytes}, not a multiple of {PAGE_BYTES}")
         length_bytes = entry.integer("length_bytes", 1, MAX_REGION_BYTES)
-        needed_bytes = tensor_bytes(dtype, shape, layout)
+        try:
+            needed_bytes = tensor_bytes(dtype, shape, layout)
+        except ValueError as error:
+            entry.fail("shape", f"is {list(shape)}: {error}")
         if length_bytes != needed_bytes:
             entry.fail(
                 "length_bytes", f"is {length_bytes}; {dtype} {list(shape)} takes {needed_bytes}"
@@ -191,6 +197,21 @@ def _tensors(root: JsonObject) -> dict[str, TensorEntry]:
             length_bytes=length_bytes,
         )
     return result
+
+
+def _is_dense(dtype: str) -> bool:
+    """Whether this is the canonical name of a format that a matrix outside the bank may have."""
+    found = _format(dtype)
+    return found is not None and found.is_dense
+
+
+def _format(name: str) -> WeightFormat | None:
+    """The format whose canonical name this is."""
+    try:
+        found = parse_format(name)
+    except ValueError:
+        return None
+    return found if str(found) == name else None
 
 
 def _check_tensors_fit(index: FtwIndex, where: str) -> None:
@@ -225,6 +246,9 @@ def _bank(bank: JsonObject) -> ExpertBank:
         intermediate_size=bank.integer("intermediate_size", 1, MAX_SIZE),
         moe_layer_indices=tuple(layers),
         activation=bank.text("activation", _ACTIVATIONS),
+        activation_limit=bank.number("activation_limit", 0.0, _MAX_ACTIVATION_NUMBER),
+        activation_alpha=bank.number("activation_alpha", 0.0, _MAX_ACTIVATION_NUMBER),
+        has_bias=bank.flag("has_bias"),
     )
     bank.finish()
     if len(layers) != result.moe_layers_count:
@@ -236,14 +260,18 @@ def _bank(bank: JsonObject) -> ExpertBank:
 
 def _check_bank(index: FtwIndex, where: str) -> None:
     bank = index.expert_bank
-    sizes = _RECORD_BYTES.get(bank.format)
-    if sizes is None:
+    weight_format = _format(bank.format)
+    if weight_format is None:
         raise ModelDataError(
-            f"{where}: expert_bank: the format {bank.format} is unknown to this program, which "
-            f"reads {', '.join(_RECORD_BYTES)}.",
+            f"{where}: expert_bank: the format {bank.format} is unknown to this program.",
             reason=Reason.MODEL_UNSUPPORTED,
         )
-    needed_bytes = sizes(bank.hidden_size, bank.intermediate_size)
+    try:
+        needed_bytes = record_layout(
+            weight_format, bank.hidden_size, bank.intermediate_size, has_bias=bank.has_bias
+        ).record_bytes
+    except ValueError as error:
+        raise ModelDataError(f"{where}: expert_bank: {error}.") from error
     if bank.record_bytes != needed_bytes:
         raise ModelDataError(
             f"{where}: expert_bank: record_bytes is {bank.record_bytes}; {bank.format} experts of "
@@ -273,6 +301,28 @@ def _router(router: JsonObject) -> RouterSemantics:
         weight_scale=router.number("weight_scale", 0.0, 1e6),
     )
     router.finish()
+    return result
+
+
+def _quantisation(member: JsonObject) -> Quantisation:
+    layers = []
+    for value in member.items("layer_errors", MAX_LAYERS_COUNT):
+        entry = JsonObject(value, f"{member.where}: layer_errors")
+        layers.append(
+            LayerError(
+                layer_index=entry.integer("layer_index", 0, MAX_LAYERS_COUNT),
+                gate=entry.number("gate", 0.0, _MAX_ERROR),
+                up=entry.number("up", 0.0, _MAX_ERROR),
+                down=entry.number("down", 0.0, _MAX_ERROR),
+            )
+        )
+        entry.finish()
+    result = Quantisation(
+        scheme=member.text("scheme", _NAME),
+        experts_from=member.text("experts_from", _NAME),
+        layer_errors=tuple(layers),
+    )
+    member.finish()
     return result
 
 

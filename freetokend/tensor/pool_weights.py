@@ -1,5 +1,7 @@
 """Weights used in place in the pool, computed by the native executor: what serves on a CPU.
 
+Linear layers may be in any dense weight format; the executor dequantises as it multiplies.
+
 Only the router's matrix is copied: it is tiny, and kept in fp32 in the pool because bf16 scores
 would send tokens to other experts.
 """
@@ -9,10 +11,12 @@ from __future__ import annotations
 import torch
 
 from freetokend.core.errors import InternalError, ModelDataError
+from freetokend.ftw.families import HEAD_NAME
+from freetokend.ftw.formats import round_up
 from freetokend.ftw.index import FtwIndex, TensorEntry
-from freetokend.ftw.layout import EXPERT_RECORDS, ROW_MAJOR, ROWS16, round_up
+from freetokend.ftw.layout import EXPERT_RECORDS, ROW_MAJOR, ROWS16
 from freetokend.ftw.packing import pack_rows16
-from freetokend.native.executor import Executor
+from freetokend.native.executor import Executor, Numerics
 from freetokend.tensor.consumption import Consumption, check_shape
 from freetokend.tensor.memory import address_of, tensor_at
 
@@ -24,7 +28,16 @@ class PoolWeights:
     handed out here: they belong to the ExpertDispatch.
     """
 
-    def __init__(self, region_address: int, index: FtwIndex, executor: Executor) -> None:
+    def __init__(
+        self,
+        region_address: int,
+        index: FtwIndex,
+        executor: Executor,
+        *,
+        numerics: Numerics = "exact",
+    ) -> None:
+        """numerics: "fast" lets the executor round activations to int8 where a format allows it."""
+        self._numerics: Numerics = numerics
         self._region_address = region_address
         self._entries = {
             name: entry for name, entry in index.tensors.items() if entry.layout != EXPERT_RECORDS
@@ -43,15 +56,9 @@ class PoolWeights:
     def linear(
         self, name: str, *, in_features: int, out_features: int, bias: bool = False
     ) -> NativeLinear:
-        weight = self._take(f"{name}.weight", (out_features, in_features), "bf16", ROWS16)
+        self._consumption.take(f"{name}.weight")
         offset = self._take(f"{name}.bias", (out_features,), "f32", ROW_MAJOR) if bias else 0
-        return NativeLinear(
-            self._executor,
-            weight=weight,
-            bias=offset,
-            in_features=in_features,
-            out_features=out_features,
-        )
+        return self._product(f"{name}.weight", (out_features, in_features), offset)
 
     def embedding(
         self, name: str, *, rows: int, features: int
@@ -68,14 +75,11 @@ class PoolWeights:
     def tied_linear(self, name: str, *, in_features: int, out_features: int) -> NativeLinear:
         name = f"{name}.weight"
         self._consumption.require_taken(name)
-        weight = self._address(name, (out_features, in_features), "bf16", ROWS16)
-        return NativeLinear(
-            self._executor,
-            weight=weight,
-            bias=0,
-            in_features=in_features,
-            out_features=out_features,
-        )
+        if self._entries[name].layout != ROWS16:
+            # A projection in another format than the embedding has a tensor of its own.
+            name = HEAD_NAME
+            self._consumption.take(name)
+        return self._product(name, (out_features, in_features), 0)
 
     def norm(self, name: str, *, size: int, eps: float) -> NativeNorm:
         weight = self._take(f"{name}.weight", (size,), "f32", ROW_MAJOR)
@@ -88,6 +92,20 @@ class PoolWeights:
 
     def check_consumed(self) -> None:
         self._consumption.check_empty()
+
+    def _product(self, name: str, shape: tuple[int, int], bias: int) -> NativeLinear:
+        """The matrix `name` [out, in] in whatever weight format it has, already taken."""
+        weight_format = self._entries[name].dtype
+        out_features, in_features = shape
+        return NativeLinear(
+            self._executor,
+            weight=self._address(name, shape, weight_format, ROWS16),
+            bias=bias,
+            in_features=in_features,
+            out_features=out_features,
+            weight_format=weight_format,
+            numerics=self._numerics,
+        )
 
     def _take(self, name: str, shape: tuple[int, ...], dtype: str, layout: str) -> int:
         self._consumption.take(name)
@@ -108,8 +126,18 @@ class NativeLinear:
     """A Linear over a rows16 matrix in the pool (`weight`, `bias`: addresses; bias 0 = none)."""
 
     def __init__(
-        self, executor: Executor, *, weight: int, bias: int, in_features: int, out_features: int
+        self,
+        executor: Executor,
+        *,
+        weight: int,
+        bias: int,
+        in_features: int,
+        out_features: int,
+        weight_format: str = "bf16",
+        numerics: Numerics = "exact",
     ) -> None:
+        self._weight_format = weight_format
+        self._numerics: Numerics = numerics
         self._executor = executor
         self._weight = weight
         self._bias = bias
@@ -135,6 +163,8 @@ class NativeLinear:
             in_features=self._in_features,
             out_features=self._out_features,
             bias=self._bias,
+            weight_format=self._weight_format,
+            numerics=self._numerics,
         )
         return y
 

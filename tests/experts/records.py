@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from freetokend.ftw.packing import bf16_to_f32, f32_to_bf16, pack_down, pack_gate_up
+from freetokend.ftw.formats import BF16
+from freetokend.ftw.matrix import QuantMatrix
+from freetokend.ftw.packing import bf16_to_f32, f32_to_bf16
+from freetokend.ftw.packing_record import ExpertMatrices, pack_record
 
 Floats = npt.NDArray[np.float64]
 Expert = tuple[Floats, Floats, Floats]
@@ -31,9 +34,18 @@ def random_expert(hidden_size: int, intermediate_size: int, seed: int) -> Expert
 
 def packed(expert: Expert, record_bytes: int) -> bytes:
     """The expert as a record."""
-    gate, up, down = (f32_to_bf16(part.astype(np.float32)) for part in expert)
-    body = pack_gate_up(gate, up).tobytes() + pack_down(down).tobytes()
-    return body.ljust(record_bytes, b"\0")
+    gate, up, down = (
+        QuantMatrix(
+            format=BF16,
+            rows_count=part.shape[0],
+            columns_count=part.shape[1],
+            codes=f32_to_bf16(part.astype(np.float32)),
+        )
+        for part in expert
+    )
+    record = pack_record(ExpertMatrices(gate=gate, up=up, down=down)).tobytes()
+    assert len(record) == record_bytes
+    return record
 
 
 def exact(expert: Expert, x: Floats) -> Floats:

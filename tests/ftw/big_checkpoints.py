@@ -14,11 +14,20 @@ _ELEMENT_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
 
 def write_big_mixtral(
-    directory: Path, *, layers: int, experts: int, hidden: int, inter: int, dtype: str, random: bool
+    directory: Path,
+    *,
+    layers: int,
+    experts: int,
+    hidden: int,
+    inter: int,
+    dtype: str,
+    random: bool,
+    finite: bool = False,
 ) -> int:
     """A Mixtral checkpoint; its data is random bits, or zeros in a sparse file. Returns its bytes.
 
     Random bits hold every kind of number, NaN too: good for comparing bytes, not for inference.
+    finite: without the highest bit of the exponents of bf16, so that all numbers are below 2.
     """
     directory.mkdir(parents=True)
     header: dict[str, object] = {}
@@ -56,7 +65,10 @@ def write_big_mixtral(
             generator = np.random.default_rng(5)
             file.seek(start_bytes)
             for offset_bytes in range(0, end_bytes, 1 << 24):
-                file.write(generator.bytes(min(1 << 24, end_bytes - offset_bytes)))
+                data = generator.bytes(min(1 << 24, end_bytes - offset_bytes))
+                if finite:
+                    data = (np.frombuffer(data, np.uint16) & 0xBFFF).tobytes()
+                file.write(data)
     config = {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from freetokend.core.errors import ModelDataError, Reason
 from freetokend.ftw.checkpoint import Checkpoint
 from freetokend.ftw.convert import convert
-from freetokend.ftw.model import ModelSource
+from freetokend.ftw.model import ModelSource, Wanted
+from freetokend.ftw.schemes.scheme import PlainScheme
 from tests.support.safetensors_files import Stored, write_header, write_safetensors
 from tests.support.tiny_checkpoints import write_tiny_mixtral, write_tiny_qwen3_moe
 
@@ -216,7 +217,7 @@ def test_files_are_closed(source: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with Checkpoint(source) as checkpoint:
         assert len(os.listdir("/proc/self/fd")) > before
-        ModelSource(checkpoint.config, checkpoint.tensors)
+        ModelSource(checkpoint, PlainScheme(checkpoint), Wanted())
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -232,7 +233,7 @@ def test_flipped_header_bytes_give_our_error_or_none(source: Path, data: st.Data
     path.write_bytes(changed)
     try:
         with Checkpoint(source) as checkpoint:
-            ModelSource(checkpoint.config, checkpoint.tensors)
+            ModelSource(checkpoint, PlainScheme(checkpoint), Wanted())
     except ModelDataError:
         pass
     finally:

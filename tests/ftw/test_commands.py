@@ -54,6 +54,42 @@ def test_convert_verify_info(
     assert document["tensors"].keys() == index.tensors.keys()
 
 
+def test_quantising_is_told_in_text_and_json(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "model"
+    options = ("--quantize", "nvfp4", "--quantize-dense", "q8_0", "-o", "json")
+    assert run("convert", source, target, *options) == 0
+    answer = capsys.readouterr()
+    document = json.loads(answer.out)
+    assert document["expert_bank"]["format"] == "nvfp4"
+    assert document["dense_formats"] == ["int8_g32_f16"]
+    errors = document["quantisation"]["layer_errors"]
+    assert [layer["layer_index"] for layer in errors] == [0, 2]
+    assert all(0.02 < layer["down"] < 0.12 for layer in errors)
+    assert f"layer 2: experts in nvfp4 differ by {errors[1]['gate']:.4f} (gate)" in answer.err
+    assert run("verify", target) == 0
+    assert "every byte" in capsys.readouterr().out
+    assert run("info", target) == 0
+    assert f"layer_index 0 gate {errors[0]['gate']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--quantize", "fp5"), "no weight format is called 'fp5'; there are bf16, fp8_block"),
+        (("--quantize-dense", "nvfp4"), "only routed experts can be nvfp4"),
+    ],
+)
+def test_formats_are_checked_by_the_parser(
+    words: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("convert", "x", "y", *words)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_checkpoint_without_tokenizer_is_converted_with_a_warning(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetokend.ftw.contents import (
+    FORMAT_VERSION,
+    LAYOUT_VERSION,
     FtwIndex,
+    Quantisation,
     RouterSemantics,
     ShardEntry,
     SourceIdentity,
@@ -114,8 +117,8 @@ def scale_plan(layers: range, experts: int, hidden: int, inter: int) -> RegionPl
 def scale_index(plan: RegionPlan) -> FtwIndex:
     bank = plan.bank
     index = FtwIndex(
-        format_version=2,
-        layout_version=1,
+        format_version=FORMAT_VERSION,
+        layout_version=LAYOUT_VERSION,
         identity="",
         architecture="MixtralForCausalLM",
         model_type="mixtral",
@@ -135,6 +138,7 @@ def scale_index(plan: RegionPlan) -> FtwIndex:
         router=RouterSemantics(
             scoring="softmax", selection="top_k", top_k_count=6, normalise=True, weight_scale=1.5
         ),
+        quantisation=Quantisation(scheme="none", experts_from="bf16"),
         sources=tuple(
             f"model.layers.{layer}.mlp.experts.{expert}.{matrix}_proj.weight"
             for layer in bank.moe_layer_indices

@@ -5,17 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetokend.ftw.layout import bf16_record_bytes, rows16_bytes
+from freetokend.ftw.layout import rows16_bytes
 from freetokend.ftw.packing import (
     as_bf16,
     as_f32,
     bf16_to_f32,
     f16_to_bf16,
     f32_to_bf16,
-    pack_down,
-    pack_gate_up,
     pack_rows16,
-    unpack_record,
     unpack_rows16,
 )
 from tests.ftw import naive
@@ -105,21 +102,3 @@ def test_rows16_against_the_element_formula(seed: int, rows: int, columns: int) 
     assert np.array_equal(naive.unpack_rows16(region, rows, columns), bf16_to_f32(matrix))
     assert np.count_nonzero(packed) == matrix.size, "padding must be zero"
     assert np.array_equal(unpack_rows16(packed.reshape(-1), rows, columns), matrix)
-
-
-@settings(max_examples=25)
-@given(st.integers(0, 99), st.integers(1, 40), st.integers(1, 40))
-def test_expert_record_against_the_element_formula(seed: int, hidden: int, inner: int) -> None:
-    gate, up = random_bits(seed, inner, hidden), random_bits(seed + 1, inner, hidden)
-    down = random_bits(seed + 2, hidden, inner)
-    payload = pack_gate_up(gate, up).tobytes() + pack_down(down).tobytes()
-    record_bytes = bf16_record_bytes(hidden, inner)
-    assert record_bytes % 4096 == 0
-    assert record_bytes - 4096 < len(payload) <= record_bytes
-    for ours, wanted in zip(
-        naive.unpack_expert(payload, hidden, inner), (gate, up, down), strict=True
-    ):
-        assert np.array_equal(ours, bf16_to_f32(wanted))
-    record = np.frombuffer(payload.ljust(record_bytes, b"\0"), np.uint8)
-    for ours, wanted in zip(unpack_record(record, hidden, inner), (gate, up, down), strict=True):
-        assert np.array_equal(ours, wanted)
