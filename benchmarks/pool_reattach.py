@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.pool_load import IDENTITY, drop_caches, write_shards
+from benchmarks.ftw_load import IDENTITY, drop_caches, write_shards
 from benchmarks.result import Row, write
 from freetokend.native.loader import ShardFile
 from freetokend.native.pool import PoolFile, PoolMapping, create_pool_file, read_header
