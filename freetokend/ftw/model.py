@@ -259,6 +259,12 @@ class ModelSource:
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> PlainMatrix:
         tensor = self._scheme.tensor(name)
+        if tensor is None and self._scheme.has(name):
+            raise ModelDataError(
+                f"the tensor {name} is quantised; routers and norms are only taken in "
+                f"{', '.join(CONVERTIBLE_DTYPES)}.",
+                reason=Reason.MODEL_UNSUPPORTED,
+            )
         if tensor is None:
             raise ModelDataError(
                 f"the checkpoint lacks the tensor {name}, which {self.config.architecture} with "
