@@ -32,6 +32,8 @@ from freetokend.native.loader import (
 
 POOL_MAGIC: Final = b"FTKPOOL1"
 POOL_LAYOUT_VERSION: Final = 1
+# That of the FTW index whose region a pool holds; `ftw` lies above this package and has it too.
+FTW_FORMAT_VERSION: Final = 3
 POOL_HEADER_BYTES: Final = 4096
 POOL_DATA_OFFSET: Final = 2 << 20
 FILLED_MARK: Final = 0x4C4F_4144_4544_2E31
@@ -68,7 +70,7 @@ class PoolHeader:
 
     identity: bytes
     region_bytes: int
-    format_version: int = 2
+    format_version: int = FTW_FORMAT_VERSION
     layout_version: int = POOL_LAYOUT_VERSION
     data_offset_bytes: int = POOL_DATA_OFFSET
     filled: bool = False
@@ -116,7 +118,9 @@ class PoolHeader:
             filled=filled == FILLED_MARK,
         )
 
-    def check(self, *, identity: str, region_bytes: int, format_version: int = 2) -> None:
+    def check(
+        self, *, identity: str, region_bytes: int, format_version: int = FTW_FORMAT_VERSION
+    ) -> None:
         """Raise `PoolMismatchError` unless this pool is for that FTW content."""
         if self.format_version != format_version:
             raise _mismatch(

@@ -19,6 +19,7 @@ from freetokend.ftw.contents import content_identity, index_document, index_json
 from freetokend.ftw.index import INDEX_FILE, FtwIndex, read_index
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.ftw.schema import MAX_INDEX_BYTES, index_from_json
+from freetokend.native.pool import FTW_FORMAT_VERSION
 
 Document = dict[str, Any]
 
@@ -33,6 +34,10 @@ def test_written_and_read_again(pristine: Path) -> None:
     index = read_index(pristine / "model")
     assert index_from_json(index_json(index), "x") == index
     assert index_json(index) == (pristine / "model" / INDEX_FILE).read_bytes()
+
+
+def test_pools_are_made_for_the_version_that_is_written(pristine: Path) -> None:
+    assert read_index(pristine / "model").format_version == FTW_FORMAT_VERSION
 
 
 def at(document: Document, *keys: Any) -> Any:

@@ -48,7 +48,7 @@ def test_pack_and_unpack_agree(
 def test_the_layout_is_fixed() -> None:
     page = GOOD.pack()
     assert page[:8] == b"FTKPOOL1"
-    assert struct.unpack_from("<II", page, 8) == (1, 2)
+    assert struct.unpack_from("<II", page, 8) == (1, 3)
     assert page[16:48] == bytes.fromhex(IDENTITY)
     assert struct.unpack_from("<QQ", page, 48) == (123_456, POOL_DATA_OFFSET)
     assert struct.unpack_from("<Q", page, 64)[0] != 0
@@ -102,7 +102,7 @@ def test_check_names_the_field_that_differs() -> None:
     for changed, field in (
         ({"identity": "00" * 32}, "identity"),
         ({"region_bytes": 123_457}, "region_bytes"),
-        ({"format_version": 3}, "format_version"),
+        ({"format_version": 2}, "format_version"),
     ):
         expected: dict[str, object] = {"identity": IDENTITY, "region_bytes": 123_456}
         with pytest.raises(PoolMismatchError) as caught:
