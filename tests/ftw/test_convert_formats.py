@@ -24,6 +24,8 @@ from freetokend.ftw.verify import verify
 from tests.ftw import naive, naive_formats
 from tests.ftw.big_checkpoints import write_big_mixtral
 from tests.ftw.random_matrices import random_matrix
+from tests.ftw.schemes import test_fp8
+from tests.ftw.schemes.checkpoints import write_quantised
 from tests.ftw.test_convert import expert_of
 from tests.ftw.test_quantise import ERRORS
 from tests.support.tiny_checkpoints import write_tiny_mixtral, write_tiny_qwen3_moe
@@ -307,6 +309,23 @@ def test_pieces_of_a_record_with_biases(name: str) -> None:
         assert np.allclose(dequantise(matrix), values, rtol=1e-12, atol=0.0)
     for ours, theirs in zip(biases, added, strict=True):
         assert np.array_equal(ours, theirs)
+
+
+def test_a_quantised_checkpoint_can_be_brought_into_other_formats(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    values = write_quantised(source, test_fp8.fp8("weight_scale_inv", "F32"), test_fp8.CONFIG)
+    kept = convert(source, tmp_path / "kept", wanted=wanted("fp8_block"))
+    assert (kept.expert_bank.format, kept.quantisation.layer_errors) == ("fp8_block", ())
+    assert kept.quantisation.scheme == "fp8"
+    index = convert(source, tmp_path / "model", wanted=wanted("nvfp4", "bf16"))
+    assert (index.expert_bank.format, index.quantisation.experts_from) == ("nvfp4", "fp8_block")
+    assert 0.05 < index.quantisation.layer_errors[0].up < 0.12
+    directory = FtwDirectory(tmp_path / "model")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert index.tensors[name].dtype == "bf16"
+    assert np.array_equal(directory.tensor(name), naive.rounded(values[name]))
+    up = values["model.layers.0.mlp.experts.1.up_proj.weight"]
+    assert 0.05 < relative(directory.expert(0, 1)[1], up) < 0.12
 
 
 def test_qwen_with_dense_layers(tmp_path: Path) -> None:
