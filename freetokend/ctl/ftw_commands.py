@@ -43,12 +43,13 @@ def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "convert",
         help="make an FTW directory from a Hugging Face checkpoint",
         description=(
-            "Converts a safetensors checkpoint. Needs little memory whatever the model. "
+            "Converts safetensors, also quantised ones, or a GGUF model. "
+            "Needs little memory whatever the model. "
             "If it is interrupted, run it again: it goes on where it was. "
             f"FORMAT is one of {FORMAT_NAMES}."
         ),
     )
-    parser.add_argument("source", type=Path, help="directory with config.json and *.safetensors")
+    parser.add_argument("source", type=Path, help="directory with config.json and weights")
     parser.add_argument("target", type=Path, help="directory to create")
     parser.add_argument(
         "--force", action="store_true", help="replace an FTW directory that is already there"
