@@ -33,6 +33,8 @@ class LoadOutcome:
     @property
     def io_note(self) -> str: ...
     @property
+    def huge_pages_error(self) -> int: ...
+    @property
     def buffered_files_count(self) -> int: ...
     @property
     def depth_count(self) -> int: ...
@@ -52,6 +54,7 @@ class Loader:
         *,
         use_uring: bool,
         use_direct: bool,
+        use_huge_pages: bool,
         chunk_bytes: int,
         start_depth_count: int,
         max_depth_count: int,

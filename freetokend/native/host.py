@@ -70,6 +70,16 @@ def shmem_huge_setting() -> str:
     return chosen[1] if chosen else "never"
 
 
+def kernel_collapses_pages() -> bool:
+    """Whether a load can make huge pages where files in memory get none by themselves.
+
+    MADV_COLLAPSE came with Linux 6.1 and obeys no setting but "deny".
+    """
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    version = (int(release[1]), int(release[2])) if release else (0, 0)
+    return version >= (6, 1) and shmem_huge_setting() != "deny"
+
+
 def open_private_tmpfs_file(size_bytes: int) -> int:
     """An unnamed file (mode 0600) on a tmpfs of its own with huge=advise; the caller owns the fd.
 
@@ -81,7 +91,10 @@ def open_private_tmpfs_file(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappingPages:
-    """How one mapping is backed right now, from /proc/self/smaps."""
+    """How one mapping is backed right now, from /proc/self/smaps.
+
+    `huge_bytes`: mapped with huge pages, of shared or of private memory.
+    """
 
     resident_bytes: int
     huge_bytes: int
@@ -90,7 +103,12 @@ class MappingPages:
     @property
     def page_bytes(self) -> int:
         """The page size that most of the resident memory is mapped with."""
-        return HUGE_PAGE_BYTES if self.huge_bytes * 2 > self.resident_bytes else BASE_PAGE_BYTES
+        return HUGE_PAGE_BYTES if self.huge_ratio > 0.5 else BASE_PAGE_BYTES
+
+    @property
+    def huge_ratio(self) -> float:
+        """The share of the resident memory that is mapped with huge pages, 0 to 1."""
+        return self.huge_bytes / self.resident_bytes if self.resident_bytes else 0.0
 
 
 def mapping_pages(address: int, length_bytes: int) -> MappingPages:
@@ -109,7 +127,7 @@ def mapping_pages(address: int, length_bytes: int) -> MappingPages:
                 match name:
                     case "Rss":
                         resident_bytes += _kib(value)
-                    case "ShmemPmdMapped":
+                    case "ShmemPmdMapped" | "AnonHugePages":
                         huge_bytes += _kib(value)
                     case "Locked":
                         locked_bytes += _kib(value)

@@ -50,6 +50,7 @@ class LoadSettings:
 
     use_uring: bool = True
     use_direct: bool = True
+    use_huge_pages: bool = True
     chunk_bytes: int = 2 << 20
     start_depth_count: int = 8
     max_depth_count: int = 64
@@ -102,6 +103,7 @@ def load_shards(
         ],
         use_uring=chosen.use_uring,
         use_direct=chosen.use_direct,
+        use_huge_pages=chosen.use_huge_pages,
         chunk_bytes=chosen.chunk_bytes,
         start_depth_count=chosen.start_depth_count,
         max_depth_count=chosen.max_depth_count,

@@ -150,8 +150,8 @@ def pool_length_bytes(region_bytes: int) -> int:
 class PoolFile:
     """A new pool; the receiver owns `fd`.
 
-    `backing`: "tmpfs" or "memfd". `page_bytes`: the page size its mappings can expect. `reason`:
-    one sentence on why this backing was taken.
+    `backing`: "tmpfs" or "memfd". `page_bytes`: the page size its mappings can expect after a load;
+    `PoolMapping.pages()` tells what they got. `reason`: one sentence on why this backing was taken.
     """
 
     fd: int
@@ -268,14 +268,14 @@ def _on_tmpfs(name: str, length_bytes: int, mount: host.TmpfsMount, why: str) ->
             name=name,
             length_bytes=length_bytes,
             backing="tmpfs",
-            page_bytes=host.HUGE_PAGE_BYTES if mount.huge_pages else host.BASE_PAGE_BYTES,
+            page_bytes=_expected_page_bytes(mount.huge_pages),
             reason=f"on the tmpfs {mount.path} (huge={mount.huge}) because {why}",
         ),
     )
 
 
 def _on_private_tmpfs(name: str, length_bytes: int) -> PoolFile | None:
-    """On a tmpfs made for this pool, where memfds have no huge pages: they load 2-3 times faster.
+    """On a tmpfs made for this pool, where memfds have no huge pages at the first touch.
 
     None when memfds are as good, or when the process may not make one.
     """
@@ -305,7 +305,6 @@ def _on_memfd(name: str, length_bytes: int) -> PoolFile:
     except OSError as error:
         raise ResourceError(f"cannot make a memfd for the pool: {error.strerror}") from error
     setting = host.shmem_huge_setting()
-    huge = setting in host.HUGE_WHEN_ADVISED
     return _sized(
         fd,
         length_bytes,
@@ -314,11 +313,17 @@ def _on_memfd(name: str, length_bytes: int) -> PoolFile:
             name=name,
             length_bytes=length_bytes,
             backing="memfd",
-            page_bytes=host.HUGE_PAGE_BYTES if huge else host.BASE_PAGE_BYTES,
+            page_bytes=_expected_page_bytes(setting in host.HUGE_WHEN_ADVISED),
             reason="in a memfd because no tmpfs with huge pages and enough room is mounted"
             f" (huge pages for memfds: {setting})",
         ),
     )
+
+
+def _expected_page_bytes(when_touched: bool) -> int:
+    """`when_touched`: huge pages come by themselves; else the loader can ask for them."""
+    huge = when_touched or host.kernel_collapses_pages()
+    return host.HUGE_PAGE_BYTES if huge else host.BASE_PAGE_BYTES
 
 
 def _sized(fd: int, length_bytes: int, pool: PoolFile) -> PoolFile:

@@ -42,8 +42,8 @@ const char* failure_name(fh::LoadFailure failure) {
 
 std::unique_ptr<fh::Loader> make_loader(std::shared_ptr<fh::Mapping> mapping,
                                         const std::vector<FileTuple>& files, bool use_uring,
-                                        bool use_direct, std::uint32_t chunk_bytes,
-                                        std::uint32_t start_depth_count,
+                                        bool use_direct, bool use_huge_pages,
+                                        std::uint32_t chunk_bytes, std::uint32_t start_depth_count,
                                         std::uint32_t max_depth_count,
                                         std::uint32_t workers_count) {
   std::vector<fh::LoadFile> load_files;
@@ -52,6 +52,7 @@ std::unique_ptr<fh::Loader> make_loader(std::shared_ptr<fh::Mapping> mapping,
   }
   fh::LoadOptions options{.use_uring = use_uring,
                           .use_direct = use_direct,
+                          .use_huge_pages = use_huge_pages,
                           .chunk_bytes = chunk_bytes,
                           .start_depth_count = start_depth_count,
                           .max_depth_count = max_depth_count,
@@ -98,6 +99,7 @@ void bind_loader(py::module_& m) {
       .def_readonly("actual_bytes", &fh::LoadOutcome::actual_bytes)
       .def_readonly("io", &fh::LoadOutcome::io)
       .def_readonly("io_note", &fh::LoadOutcome::io_note)
+      .def_readonly("huge_pages_error", &fh::LoadOutcome::huge_pages_error)
       .def_readonly("buffered_files_count", &fh::LoadOutcome::buffered_files_count)
       .def_readonly("depth_count", &fh::LoadOutcome::depth_count)
       .def_readonly("workers_count", &fh::LoadOutcome::workers_count)
@@ -105,8 +107,9 @@ void bind_loader(py::module_& m) {
       .def_readonly("elapsed_s", &fh::LoadOutcome::elapsed_s);
   py::class_<fh::Loader>(m, "Loader")
       .def(py::init(&make_loader), py::arg("mapping"), py::arg("files"), py::kw_only(),
-           py::arg("use_uring"), py::arg("use_direct"), py::arg("chunk_bytes"),
-           py::arg("start_depth_count"), py::arg("max_depth_count"), py::arg("workers_count"))
+           py::arg("use_uring"), py::arg("use_direct"), py::arg("use_huge_pages"),
+           py::arg("chunk_bytes"), py::arg("start_depth_count"), py::arg("max_depth_count"),
+           py::arg("workers_count"))
       .def("start", &fh::Loader::start)
       .def("wait", &fh::Loader::wait_for, py::arg("timeout_s"),
            py::call_guard<py::gil_scoped_release>())

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "huge_pages.hpp"
 #include "mapping.hpp"
 #include "read_queue.hpp"
 
@@ -36,6 +37,7 @@ enum class LoadFailure {
 struct LoadOptions {
   bool use_uring = true;
   bool use_direct = true;
+  bool use_huge_pages = true;            // make them where the kernel would not by itself
   std::uint32_t chunk_bytes = 2U << 20;  // a multiple of 4096
   std::uint32_t start_depth_count = 8;
   std::uint32_t max_depth_count = 64;
@@ -52,6 +54,7 @@ struct LoadOutcome {
   std::uint64_t actual_bytes = 0;          // kLength: the length that was found
   std::string io;                          // "io_uring" or "threads"
   std::string io_note;                     // why not io_uring; empty if it is used
+  int huge_pages_error = 0;                // why huge pages could not be made everywhere
   std::uint32_t buffered_files_count = 0;  // files whose file system refused direct reads
   std::uint32_t depth_count = 0;           // reads kept in flight at the end
   std::uint32_t workers_count = 0;
@@ -99,6 +102,7 @@ class Loader {
   std::shared_ptr<Mapping> mapping_;
   std::unique_ptr<MappingUse> use_;  // until the last read has ended
   LoadOptions options_;
+  std::unique_ptr<HugePages> huge_pages_;
   std::vector<std::unique_ptr<OpenFile>> files_;
   std::uint64_t pieces_count_ = 0;
   std::atomic<std::uint64_t> next_piece_{0};

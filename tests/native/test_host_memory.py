@@ -64,3 +64,4 @@ def test_pages_of_a_mapping_count_what_was_touched_and_locked() -> None:
 def test_the_page_size_is_the_majoritys(resident: int, huge: int, expected: int) -> None:
     pages = MappingPages(resident_bytes=resident, huge_bytes=huge, locked_bytes=0)
     assert pages.page_bytes == expected
+    assert pages.huge_ratio == (huge / resident if resident else 0)

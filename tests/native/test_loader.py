@@ -13,8 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freetokend.core.errors import CancelledRequestError, ModelDataError
+from freetokend.native import host
 from freetokend.native.loader import LoadSettings, ShardFile, check_cover
+from freetokend.native.pool import PoolHeader, PoolMapping, pool_length_bytes
 from tests.native.host_support import (
+    IDENTITY,
     new_mapping,
     reference_bytes,
     region_bytes,
@@ -251,3 +254,25 @@ def test_without_direct_reads_the_page_cache_is_used_and_it_says_so(tmp_path: Pa
     )
     output = run_child(FILTERED_LOAD, arguments=[program, shard.path, str(shard.length_bytes)])
     assert output.startswith("io_uring False 1 of 1 shards were read through the page cache")
+
+
+def test_a_load_makes_huge_pages_in_a_plain_memfd(tmp_path: Path) -> None:
+    """Whatever this machine's setting for files in memory is; every later mapping has them too."""
+    shards = write_shards(tmp_path, [(5 << 20) + 4096, 3 << 20])
+    size_bytes = region_bytes(shards)
+    wanted_ratio = 1.0 if host.kernel_collapses_pages() else 0.0
+    fd = os.memfd_create("pool")
+    try:
+        os.ftruncate(fd, pool_length_bytes(size_bytes))
+        header = PoolHeader(identity=bytes.fromhex(IDENTITY), region_bytes=size_bytes)
+        os.pwrite(fd, header.pack(), 0)
+        with PoolMapping(fd) as mapping:
+            mapping.load(shards, verify=True)
+            mapping.mark_filled()
+            assert mapping.pages().huge_ratio >= wanted_ratio
+        with PoolMapping(fd) as mapping:
+            assert mapping.filled
+            bytes(mapping.view(0, size_bytes))
+            assert mapping.pages().huge_ratio >= wanted_ratio
+    finally:
+        os.close(fd)

@@ -63,8 +63,17 @@ def test_a_memfd_is_sealed_and_empty() -> None:
 def test_the_expected_page_size_follows_the_kernels_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for setting, page_bytes in (("never", 4096), ("deny", 4096), ("advise", 2 << 20)):
+    for setting, release, page_bytes in (
+        ("never", "5.15.0-91-generic", 4096),
+        ("never", "6.0.19", 4096),
+        ("never", "6.1.0-18-amd64", 2 << 20),
+        ("never", "unknown", 4096),
+        ("deny", "6.18.44", 4096),
+        ("advise", "5.15.0-91-generic", 2 << 20),
+    ):
         monkeypatch.setattr(host, "shmem_huge_setting", lambda setting=setting: setting)
+        kernel = os.uname_result(("Linux", "host", release, "#1", "x86_64"))
+        monkeypatch.setattr(os, "uname", lambda kernel=kernel: kernel)
         pool = create_pool_file("freetoken-pool-m", 4096, IDENTITY)
         pool.close()
         assert pool.page_bytes == page_bytes
