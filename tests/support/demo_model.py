@@ -13,6 +13,7 @@ import freetokend.demo
 from freetokend.demo.build import BuildRequest, build
 from freetokend.demo.variants import Variant, plan_bytes
 from freetokend.demo.wheels import default_cache_dir
+from freetokend.ftw.contents import FORMAT_VERSION, LAYOUT_VERSION
 from freetokend.ftw.convert import convert
 
 # A checkpoint of an older plan or builder is 1.4 GB that nobody asks for again.
@@ -56,7 +57,8 @@ def _report(message: str) -> None:
 def demo_ftw() -> Path:
     """The demo variant as an FTW directory, converted once and kept beside the checkpoint."""
     source = demo_checkpoint("demo")
-    directory = source.with_suffix(".ftw")
+    # Directories of another version would be in the way, not replaced.
+    directory = source.with_name(f"{source.name}.v{FORMAT_VERSION}.{LAYOUT_VERSION}.ftw")
     convert(source, directory, progress=lambda _: None)
     os.utime(directory)
     return directory
