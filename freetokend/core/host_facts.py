@@ -117,11 +117,15 @@ def cpu_quota_count(files: HostFiles) -> float | None:
 
 
 def cpu_limit(allowed_count: int, quota_count: float | None) -> CpuLimit:
-    """The affinity mask and the quota as one limit: the only place where they meet."""
+    """The affinity mask and the quota as one limit: the only place where they meet.
+
+    A quota is rounded down, but to no less than 1: threads that together use more are all stopped
+    for the rest of each period (0.1 s by default), which costs more than the fraction gives.
+    """
     allowed_count = max(1, allowed_count)
-    if quota_count is not None and max(1, math.ceil(quota_count)) < allowed_count:
+    if quota_count is not None and max(1, math.floor(quota_count)) < allowed_count:
         return CpuLimit(
-            count=max(1, math.ceil(quota_count)),
+            count=max(1, math.floor(quota_count)),
             reason=f"the control group grants {quota_count:.3g} CPUs",
         )
     return CpuLimit(count=allowed_count, reason=f"this process may use {allowed_count} CPUs")

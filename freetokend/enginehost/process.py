@@ -211,7 +211,14 @@ class _Host:
         client.set_busy(False)
         described = self._describe(directory, attached, built, backend, first_token_s)
         client.send(described)
-        self._log.info("engine-ready", backend=described.backend, kernel=described.kernel)
+        self._log.info(
+            "engine-ready",
+            backend=described.backend,
+            kernel=described.kernel,
+            cpus=",".join(str(cpu) for cpu in cpus.cpus),
+            threads_reason=cpus.reason,
+            pool_page_bytes=described.pool_page_bytes,
+        )
         if settings.pin_pool:
             attached.mapping.pin()
         try:

@@ -114,7 +114,7 @@ def test_the_tightest_quota_counts(files: HostFiles) -> None:
     ("allowed", "quota", "count", "words"),
     [
         (8, None, 8, "may use 8 CPUs"),
-        (8, 2.5, 3, "grants 2.5 CPUs"),
+        (8, 2.5, 2, "grants 2.5 CPUs"),
         (8, 0.1, 1, "grants 0.1 CPUs"),
         (8, 8.0, 8, "may use 8 CPUs"),
         (0, None, 1, "may use 1 CPUs"),

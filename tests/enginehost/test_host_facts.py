@@ -19,7 +19,7 @@ CORES = {cpu: ("0", str(cpu % 4)) for cpu in range(8)}  # 4 cores of two threads
         (range(8), None, 2, (0, 1), "2 were asked for"),
         (range(8), None, 6, (0, 1, 2, 3, 4, 5), "6 were asked for"),
         (range(8), None, 99, tuple(range(8)), "99 were asked for, but this process may use 8 CPUs"),
-        (range(8), 2.5, 0, (0, 1, 2), "one per physical core, but the control group grants 2.5"),
+        (range(8), 2.5, 0, (0, 1), "one per physical core, but the control group grants 2.5"),
         (range(8), 0.3, 0, (0,), "one per physical core, but the control group grants 0.3"),
         (range(8), 64.0, 0, (0, 1, 2, 3), "one per physical core"),
         # odd sets: both threads of one core, and a CPU that /sys knows nothing of

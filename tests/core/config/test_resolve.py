@@ -88,7 +88,7 @@ def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
     [
         ("auto", {}, 8, "one per physical core"),
         ("auto", {"allowed_cpus_count": 4}, 4, "may use 4 CPUs"),
-        ("auto", {"cpu_quota_count": 2.5}, 3, "grants 2.5 CPUs"),
+        ("auto", {"cpu_quota_count": 2.5}, 2, "grants 2.5 CPUs"),
         ("auto", {"cpu_quota_count": 0.1}, 1, "grants 0.1 CPUs"),
         ("auto", {"cpu_quota_count": 64.0}, 8, "one per physical core"),
         ("auto", {"allowed_cpus_count": 1, "physical_cores_count": 0}, 1, "one per physical core"),
