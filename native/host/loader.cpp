@@ -25,8 +25,9 @@ constexpr std::uint64_t kAlignmentBytes = 4096;
 // More than the CPUs, because a submission also allocates and clears the pool's pages while other
 // reads have ended: on 2 busy CPUs 8 workers filled new pools at 1.8-1.9 GB/s, 2 workers at 1.6.
 constexpr std::uint32_t kWorkersCount = 8;
-// Clearing takes one thread 0.13 s per GiB at best, three times that on memory that a host has to
-// find first: two of them stay ahead of a disk with 5 GB/s.
+// Clearing took one thread 0.13 s per GiB, and up to 2 s in a virtual machine whose host had to
+// find the memory first. In a pool without huge pages of its own two of these threads loaded at
+// 0.92 of raw reads, one at 0.79.
 constexpr std::uint32_t kHugePagesThreadsCount = 2;
 // A sample must span enough reads to mean something, and be short beside a load of seconds.
 constexpr auto kSampleInterval = std::chrono::milliseconds(40);

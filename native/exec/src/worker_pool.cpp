@@ -59,8 +59,9 @@ struct SchedulingAttributes {
 // share of the cpu stays what it was, but when it wakes up within that share it is run at once
 // instead of at the next tick: the thread that waited for a held up one then runs together with it.
 // Linux before 6.12 ignores the wish. Two workers beside two pinned busy loops, jobs of 8 tiles
-// that do not wait for memory, median share of the undisturbed speed: 0.48-0.50 with a slice of
-// 0.1 ms, 0.46 with 1 ms, 0.40 with the default, 0.35 with 10 ms. One busy loop: 0.51 and 0.43.
+// that do not wait for memory, median share of the undisturbed speed in each of several runs:
+// 0.46 to 0.50 with a slice of 0.1 ms, 0.40 with the default, 0.35 with 10 ms. One busy loop: 0.49
+// to 0.52 and 0.42 to 0.43. Tiles bound by memory: 0.49 with either.
 void ask_for_short_slices() {
   constexpr std::uint64_t kSliceNs = 100'000;
   SchedulingAttributes attributes;
