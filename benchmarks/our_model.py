@@ -18,8 +18,6 @@ from freetokend.enginehost.attach import attach_pool
 from freetokend.enginehost.build import PAGE_TOKENS, build_engine
 from freetokend.enginehost.built import BuiltEngine
 from freetokend.ftw.convert import convert
-from freetokend.ftw.formats import parse_format
-from freetokend.ftw.model import Wanted
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import EngineSettings
 from freetokend.native.lifeline import ReceivedPool
@@ -31,14 +29,10 @@ MOST_SEQUENCES: Final = 32
 STEP_TOKENS: Final = 1024
 
 
-def converted(checkpoint: Path, experts: str, dense: str) -> FtwDirectory:
-    """The FTW directory beside a checkpoint, quantised to these types (ggml's names)."""
-    target = checkpoint.with_suffix(".ftw")
-    wanted = Wanted(
-        experts=None if experts == "bf16" else parse_format(experts),
-        dense=None if dense == "bf16" else parse_format(dense),
-    )
-    convert(checkpoint, target, wanted=wanted)
+def converted(source: Path) -> FtwDirectory:
+    """The FTW directory beside the directory of a model, in the formats in which it comes."""
+    target = source.with_suffix(".ftw")
+    convert(source, target)
     return FtwDirectory(target)
 
 

@@ -42,7 +42,7 @@ _GGUF_TYPE: Final = {name: gguf.GGMLQuantizationType[name.upper()] for name in K
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticModel:
-    """Where it is written, and what it is."""
+    """Where it is written, and what it is. The GGUF file has a directory with a text side too."""
 
     checkpoint: Path
     gguf_path: Path
@@ -70,7 +70,7 @@ def synthetic_model(
     name = f"qwen3moe-{layers_count}l-{experts}-{dense}"
     model = SyntheticModel(
         checkpoint=directory / name,
-        gguf_path=directory / f"{name}.gguf",
+        gguf_path=directory / f"{name}-gguf" / "model.gguf",
         experts=experts,
         dense=dense,
         layers_count=layers_count,
@@ -78,8 +78,9 @@ def synthetic_model(
     done = model.checkpoint / "complete"
     if done.exists():
         return model
-    model.checkpoint.mkdir(parents=True, exist_ok=True)
-    _write_text_side(model)
+    for part in (model.checkpoint, model.gguf_path.parent):
+        part.mkdir(parents=True, exist_ok=True)
+        _write_text_side(model, part)
     stream = _SafetensorsFile(model.checkpoint / "model.safetensors", _header(model))
     writer = gguf.GGUFWriter(model.gguf_path, "qwen3moe")
     _write_facts(writer, model)
@@ -227,8 +228,8 @@ def _add_to_gguf(writer: gguf.GGUFWriter, tensor: _Tensor) -> None:
     writer.add_tensor(tensor.gguf_name, blocks, raw_dtype=_GGUF_TYPE[tensor.kind])
 
 
-def _write_text_side(model: SyntheticModel) -> None:
-    write_tiny_tokenizer(model.checkpoint, VOCAB)
+def _write_text_side(model: SyntheticModel, directory: Path) -> None:
+    write_tiny_tokenizer(directory, VOCAB)
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -256,7 +257,7 @@ def _write_text_side(model: SyntheticModel) -> None:
         "eos_token_id": special_token_ids(VOCAB)["<|im_end|>"],
     }
     text = json.dumps(config, indent=1)
-    (model.checkpoint / "config.json").write_text(text, encoding="utf-8")
+    (directory / "config.json").write_text(text, encoding="utf-8")
 
 
 def _write_facts(writer: gguf.GGUFWriter, model: SyntheticModel) -> None:
