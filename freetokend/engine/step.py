@@ -9,13 +9,13 @@ from freetokend.engine.sampling import NotNumbersError, sample_row
 from freetokend.engine.work import SequenceOutcome, SequenceWork, StepOutcome, StepWork
 from freetokend.kvcache.batch import KvStore, SequenceSpan, kv_batch
 from freetokend.native.sampling import Sampler
-from freetokend.tensor.protocols import StepInput, StepProgram
+from freetokend.tensor.protocols import StepInput, StepRunner
 
 
 class Engine:
     """StepEngine over a model and its KV memory. Holds no state of any sequence."""
 
-    def __init__(self, program: StepProgram, kv: KvStore) -> None:
+    def __init__(self, program: StepRunner, kv: KvStore) -> None:
         self._program = program
         self._kv = kv
         self._sampler = Sampler()
@@ -37,20 +37,18 @@ class Engine:
         )
         ends = np.cumsum([len(one.token_ids) for one in sequences])
         sampled = [index for index, one in enumerate(sequences) if one.draw_index is not None]
-        # Kernels take no empty tensors: a step of prompt chunks alone gets one row, to drop it.
-        wanted = sampled or [0]
         token_ids = np.concatenate([np.asarray(one.token_ids, dtype=np.int64) for one in sequences])
         step = StepInput(
             token_ids=torch.from_numpy(token_ids),
             positions=batch.positions.long(),
-            logits_index=torch.from_numpy(ends[wanted].astype(np.int64) - 1),
+            logits_index=torch.from_numpy(ends[sampled].astype(np.int64) - 1),
         )
         logits = self._program.forward(step, self._kv.view(batch))
         rows = logits.to(torch.float32).numpy()
         return StepOutcome(
             outcomes=tuple(
                 self._outcome(sequences[index], row)
-                for index, row in zip(sampled, rows, strict=False)
+                for index, row in zip(sampled, rows, strict=True)
             )
         )
 

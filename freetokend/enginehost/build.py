@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -12,19 +11,19 @@ from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts, model_facts
 from freetokend.engine.step import Engine
 from freetokend.enginehost.built import BuiltEngine
-from freetokend.experts.bank import MappedBank
-from freetokend.experts.cpu import CpuExpertDispatch
+from freetokend.experts.cpu import bank_experts
 from freetokend.ftw.reader import FtwDirectory, read_json_object
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.kvcache.arena import KvArena
 from freetokend.kvcache.native_store import NativeKvStore
 from freetokend.link.messages import EngineSettings
-from freetokend.models.registry import build_model
+from freetokend.models.registry import build_program
 from freetokend.native.executor import Executor
 from freetokend.policy.kv_sizing import KvDemand, KvPlan, KvShape, size_kv
 from freetokend.policy.memory import DEFAULT_HEADROOM_BYTES, StepShape, step_workspace_bytes
 from freetokend.scheduler.limits import SchedulerLimits
 from freetokend.scheduler.scheduler import Scheduler
+from freetokend.tensor.native_program import NativeProgram
 from freetokend.tensor.pool_weights import PoolWeights
 
 PAGE_TOKENS: Final = 32
@@ -48,8 +47,6 @@ def build_engine(
     settings: EngineSettings,
     cpus: tuple[int, ...],
     memory: HostMemory,
-    *,
-    on_layer: Callable[[], None],
 ) -> BuiltEngine:
     """The EngineBuilder of the cpu backend."""
     torch.set_num_threads(1)  # the executor's threads do the work; torch's would fight them
@@ -57,17 +54,15 @@ def build_engine(
     step_tokens, notes = _step_tokens(settings)
     kv_plan, shape = _plan_kv(facts, settings, step_tokens, memory)
     executor = Executor(cpus)
-    experts = CpuExpertDispatch(
+    experts = bank_experts(directory.index.expert_bank, region_address)
+    program = NativeProgram(
+        build_program(directory.model_config()),
+        PoolWeights(region_address, directory.index),
         executor,
-        MappedBank(bank=directory.index.expert_bank, region_address=region_address),
-    )
-    program = build_model(
-        directory.model_config(),
-        PoolWeights(region_address, directory.index, executor),
         experts,
     )
     arena = KvArena(shape, kv_plan.pages_count)
-    engine = Engine(program, NativeKvStore(executor, arena, on_layer=on_layer))
+    engine = Engine(program, NativeKvStore(executor, arena))
     allocator = PageAllocator(kv_plan.pages_count)
     limits = SchedulerLimits(
         max_running_count=settings.max_running_count,
@@ -87,6 +82,7 @@ def build_engine(
         kernel=executor.isa,
         threads_count=executor.threads_count,
         expert_executions=lambda: experts.executions_count,
+        finished_ops=lambda: program.finished_ops_count,
         notes=(*notes, *_kv_notes(kv_plan, facts)),
     )
 

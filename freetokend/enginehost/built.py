@@ -18,7 +18,10 @@ from freetokend.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """Everything that serves, and the numbers it was made with."""
+    """Everything that serves, and the numbers it was made with.
+
+    `finished_ops` counts what the engine has computed and grows during a step; from any thread.
+    """
 
     engine: StepEngine
     scheduler: Scheduler
@@ -28,14 +31,15 @@ class BuiltEngine:
     kernel: str
     threads_count: int
     expert_executions: Callable[[], int]
+    finished_ops: Callable[[], int]
     notes: tuple[str, ...]
 
 
 class EngineBuilder(Protocol):
     """Builds an engine over a filled pool.
 
-    `memory` is what is left with the pool in place; `on_layer` is called as work advances. Raises
-    ModelDataError, ConfigError and ResourceError.
+    `memory` is what is left with the pool in place. Raises ModelDataError, ConfigError and
+    ResourceError.
     """
 
     def __call__(
@@ -45,6 +49,4 @@ class EngineBuilder(Protocol):
         settings: EngineSettings,
         cpus: tuple[int, ...],
         memory: HostMemory,
-        *,
-        on_layer: Callable[[], None],
     ) -> BuiltEngine: ...

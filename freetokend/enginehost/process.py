@@ -192,8 +192,8 @@ class _Host:
             settings,
             cpus.cpus,
             read_host_memory(self._files),
-            on_layer=client.progress,
         )
+        client.watch(built.finished_ops)
         self._log.info("kv-sized", split=built.kv_plan.split)
         self._tell(LoadStage.WARM_UP)
         probe = TokenProbe(built.engine, built.allocator, built.facts.bos_token_id or 0)

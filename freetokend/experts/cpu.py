@@ -6,12 +6,39 @@ import torch
 
 from freetokend.core.errors import InternalError
 from freetokend.experts.bank import MappedBank
+from freetokend.ftw.layout import ExpertBank
 from freetokend.native.executor import Executor, Numerics
+from freetokend.native.program import BankExperts, BankSpec
 from freetokend.tensor.memory import address_of
 
 
+def bank_experts(
+    bank: ExpertBank, region_address: int, *, numerics: Numerics = "exact"
+) -> BankExperts:
+    """The executor's own dispatch over a bank of the mapped region, for native programs.
+
+    numerics: "fast" lets the executor round activations to int8 where a format allows it.
+    """
+    return BankExperts(
+        BankSpec(
+            records=region_address + bank.offset_bytes,
+            record_bytes=bank.record_bytes,
+            layers_count=bank.moe_layers_count,
+            experts_per_layer_count=bank.experts_per_layer_count,
+            hidden_size=bank.hidden_size,
+            intermediate_size=bank.intermediate_size,
+            weight_format=bank.format,
+            has_bias=bank.has_bias,
+            activation=bank.activation,
+            activation_limit=bank.activation_limit,
+            activation_alpha=bank.activation_alpha,
+            fast=numerics == "fast",
+        )
+    )
+
+
 class CpuExpertDispatch:
-    """ExpertDispatch over a MappedBank; counts (token, expert) executions."""
+    """ExpertDispatch over a MappedBank, for programs that run op by op in torch."""
 
     def __init__(
         self, executor: Executor, mapped: MappedBank, *, numerics: Numerics = "exact"
@@ -20,11 +47,6 @@ class CpuExpertDispatch:
         self._executor = executor
         self._numerics: Numerics = numerics
         self._mapped = mapped
-        self._executions_count = 0
-
-    @property
-    def executions_count(self) -> int:
-        return self._executions_count
 
     def dispatch(
         self,
@@ -73,5 +95,4 @@ class CpuExpertDispatch:
             top_k=top_k,
             hidden_size=bank.hidden_size,
         )
-        self._executions_count += tokens * top_k
         return out

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from freetokend.kvcache.arena import KvArena
 from freetokend.kvcache.batch import KvBatch
 from freetokend.native.executor import Executor
+from freetokend.native.program import KvPages
 from freetokend.tensor.memory import address_of
 
 
 class NativeKvStore:
-    """Pages in a KvArena, kernels of an Executor. `on_layer` is called after each layer."""
+    """Pages in a KvArena, kernels of an Executor."""
 
-    def __init__(
-        self, executor: Executor, arena: KvArena, *, on_layer: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, executor: Executor, arena: KvArena) -> None:
         self.executor = executor
         self.arena = arena
-        self.on_layer = on_layer
+        self.pages = KvPages(
+            [
+                (address_of(one.keys, torch.bfloat16), address_of(one.values, torch.bfloat16))
+                for one in arena.layers
+            ],
+            pages_count=arena.pages_count,
+            kv_heads_count=arena.shape.kv_heads_count,
+            page_tokens=arena.shape.page_tokens,
+            head_size=arena.shape.head_size,
+        )
 
     @property
     def page_tokens(self) -> int:
@@ -31,11 +37,30 @@ class NativeKvStore:
 
 
 class NativeKvView:
-    """One step's KvView over a NativeKvStore; results do not depend on the batch."""
+    """One step's KvView over a NativeKvStore; results do not depend on the batch.
+
+    A native program reads the pages and the batch itself and calls no `attend`.
+    """
 
     def __init__(self, store: NativeKvStore, batch: KvBatch) -> None:
         self._store = store
         self._batch = batch  # keeps the tensors behind the addresses alive
+
+    @property
+    def pages(self) -> KvPages:
+        return self._store.pages
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        return self._batch.page_table
+
+    @property
+    def sequence_index(self) -> torch.Tensor:
+        return self._batch.sequence_index
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self._batch.positions
 
     def attend(
         self,
@@ -90,6 +115,4 @@ class NativeKvView:
             pages_count=store.arena.pages_count,
             scale=scale,
         )
-        if store.on_layer is not None:
-            store.on_layer()
         return out

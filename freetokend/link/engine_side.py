@@ -82,6 +82,7 @@ class EngineLinkClient:
         self._last_stats = EngineStats()
         self._progress_lock = threading.Lock()
         self._progress_count = 0
+        self._watched: Callable[[], int] = lambda: 0
         self._busy = False
         self._outbox = Outbox()
         self._closing = threading.Event()
@@ -126,6 +127,11 @@ class EngineLinkClient:
         """Note that work advanced: a chunk, a layer sweep, a loaded block."""
         with self._progress_lock:
             self._progress_count += count
+
+    def watch(self, count: Callable[[], int]) -> None:
+        """Add to the progress what `count` says at each heartbeat, in the heartbeat's thread: work
+        that is one long call advances too. It must never fall."""
+        self._watched = count
 
     def set_busy(self, busy: bool) -> None:
         """Whether the engine has work: only then does a resting progress count mean stuck."""
@@ -179,7 +185,11 @@ class EngineLinkClient:
         while not self._closing.wait(self._heartbeat_s) and not self._stream_ended.is_set():
             stats = self._last_stats if self._stats_source is None else self._stats_source()
             self._outbox.put(
-                Heartbeat(progress_count=self._progress_count, busy=self._busy, stats=stats)
+                Heartbeat(
+                    progress_count=self._progress_count + self._watched(),
+                    busy=self._busy,
+                    stats=stats,
+                )
             )
 
 

@@ -1,4 +1,4 @@
-"""From a config.json to a model that can run."""
+"""From a config.json to the step program of its model."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from types import MappingProxyType
 from typing import Final
 
 from freetokend.core.model_config import ModelConfig, ModelFamily, parse_model_config
-from freetokend.models.decoder import DecoderModel
-from freetokend.tensor.protocols import ExpertDispatch, StepProgram, WeightSource
+from freetokend.models.decoder import decoder_program
+from freetokend.tensor.program import StepProgram
 
-_Builder = Callable[[ModelConfig, WeightSource, ExpertDispatch], StepProgram]
-
-_BUILDERS: Final[Mapping[ModelFamily, _Builder]] = MappingProxyType(
-    {ModelFamily.MIXTRAL: DecoderModel, ModelFamily.QWEN3_MOE: DecoderModel}
+_BUILDERS: Final[Mapping[ModelFamily, Callable[[ModelConfig], StepProgram]]] = MappingProxyType(
+    {ModelFamily.MIXTRAL: decoder_program, ModelFamily.QWEN3_MOE: decoder_program}
 )
 
 
-def build_model(
-    model_config: Mapping[str, object], weights: WeightSource, experts: ExpertDispatch
-) -> StepProgram:
-    """Build the model that `model_config` (a config.json object) describes.
+def build_program(model_config: Mapping[str, object]) -> StepProgram:
+    """The step program of the model that `model_config` (a config.json object) describes.
 
-    ModelDataError when the config is not supported or the weights do not fit it: a tensor missing,
-    of another shape, or left over.
+    ModelDataError when the config is not supported. Whether weights fit it is found when a runner
+    binds the program to them.
     """
     config = parse_model_config(model_config)
-    return _BUILDERS[config.family](config, weights, experts)
+    return _BUILDERS[config.family](config)

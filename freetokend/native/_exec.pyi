@@ -102,6 +102,133 @@ class Sampler:
         draw_index: int,
     ) -> tuple[int, bool, float]: ...
 
+class KvPages:
+    def __init__(
+        self,
+        layers: Sequence[tuple[int, int]],
+        *,
+        pages_count: int,
+        kv_heads: int,
+        page_tokens: int,
+        head_size: int,
+    ) -> None: ...
+
+class ExpertDispatch: ...
+
+class BankExperts(ExpertDispatch):
+    def __init__(
+        self,
+        records: int,
+        *,
+        record_bytes: int,
+        layers_count: int,
+        experts_per_layer_count: int,
+        hidden_size: int,
+        intermediate_size: int,
+        weight_format: str,
+        has_bias: bool,
+        activation: str,
+        activation_limit: float,
+        activation_alpha: float,
+        fast: bool,
+    ) -> None: ...
+    @property
+    def executions_count(self) -> int: ...
+
+class Step:
+    def __init__(
+        self,
+        *,
+        token_ids: int,
+        tokens: int,
+        outputs: int,
+        outputs_count: int,
+        page_table: int,
+        sequence_index: int,
+        positions: int,
+        sequences: int,
+        max_pages: int,
+        kv: KvPages,
+        rotations: Sequence[tuple[int, int]],
+    ) -> None: ...
+
+# Ops name buffers by number and weights by address; their meaning: freetokend.tensor.program.
+class Program:
+    def __init__(
+        self, buffers: Sequence[tuple[int, bool]], experts: ExpertDispatch | None
+    ) -> None: ...
+    @property
+    def ops_count(self) -> int: ...
+    @property
+    def finished_ops_count(self) -> int: ...
+    def prepare(self, step: Step) -> None: ...
+    def run(self, executor: Executor, step: Step, first: int, last: int) -> None: ...
+    def buffer(self, index: int) -> int: ...
+    # table: bf16 [vocab_size, features]
+    def add_embed(
+        self, *, table: int, rows16: bool, vocab_size: int, features: int, out: int
+    ) -> None: ...
+    def add_add(self, *, residual: int, delta: int, size: int) -> None: ...
+    # weight: fp32 [size]
+    def add_add_rms_norm(
+        self, *, residual: int, delta: int | None, weight: int, eps: float, size: int, out: int
+    ) -> None: ...
+    # products: (rows16 matrix, weight format, fp32 bias or 0, out_features, out)
+    def add_linear(
+        self,
+        *,
+        x: int,
+        in_features: int,
+        products: Sequence[tuple[int, str, int, int, int]],
+        fast: bool,
+    ) -> None: ...
+    # weight: fp32 [head_size]
+    def add_head_norm(
+        self, *, x: int, heads: int, head_size: int, weight: int, eps: float
+    ) -> None: ...
+    # table: index into the step's rotations
+    def add_rotate(self, *, x: int, heads: int, head_size: int, table: int) -> None: ...
+    def add_attend(
+        self,
+        *,
+        layer_index: int,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        q_heads: int,
+        kv_heads: int,
+        head_size: int,
+        scale: float,
+    ) -> None: ...
+    # weights: fp32 [experts_count, hidden_size], copied
+    def add_router(
+        self, *, x: int, hidden_size: int, experts_count: int, weights: int, out: int
+    ) -> None: ...
+    def add_route(
+        self,
+        *,
+        logits: int,
+        experts_count: int,
+        top_k: int,
+        renormalise: bool,
+        ids: int,
+        weights: int,
+    ) -> None: ...
+    def add_experts(
+        self,
+        *,
+        moe_layer_index: int,
+        x: int,
+        ids: int,
+        weights: int,
+        top_k: int,
+        hidden_size: int,
+        out: int,
+    ) -> None: ...
+    def add_glu(self, *, gate: int, up: int, size: int, out: int) -> None: ...
+    def add_select_rows(self, *, x: int, size: int, out: int) -> None: ...
+
 def available_isas() -> list[str]: ...
 def rows16_bytes(rows: int, columns: int) -> int: ...
 def expert_bytes(

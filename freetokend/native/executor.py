@@ -25,7 +25,7 @@ Numerics = Literal["exact", "fast"]
 
 
 @contextmanager
-def _faults() -> Iterator[None]:
+def faults() -> Iterator[None]:
     """What the extension refuses is a fault of the calling code."""
     try:
         yield
@@ -52,7 +52,7 @@ def matrix_bytes(weight_format: str, rows: int, columns: int) -> int:
 
     InternalError for a name that is no format (docs/ftw.md lists them).
     """
-    with _faults():
+    with faults():
         return _exec.matrix_bytes(weight_format, rows, columns)
 
 
@@ -60,7 +60,7 @@ def expert_bytes(
     weight_format: str, hidden_size: int, intermediate_size: int, *, has_bias: bool = False
 ) -> int:
     """Bytes of one expert of a weight format, without the padding of its record."""
-    with _faults():
+    with faults():
         return _exec.expert_bytes(weight_format, hidden_size, intermediate_size, has_bias)
 
 
@@ -125,7 +125,9 @@ class Executor:
         """Ends the threads. No call may be in progress; later calls raise InternalError."""
         self._native = None
 
-    def _open(self) -> _exec.Executor:
+    @property
+    def native(self) -> _exec.Executor:
+        """The extension's object, for its other faces; InternalError when closed."""
         if self._native is None:
             raise InternalError("the CPU executor has been closed")
         return self._native
@@ -148,8 +150,8 @@ class Executor:
         x: bf16 [T, K]; w: [N, K] in the rows16 layout of `weight_format`; bias: fp32 [N], 0 for
         none; y: fp32 [T, N].
         """
-        with _faults():
-            self._open().linear(
+        with faults():
+            self.native.linear(
                 x,
                 w,
                 y,
@@ -192,8 +194,8 @@ class Executor:
         ((up + 1) * gate * sigmoid(alpha * gate)); a limit above 0 clamps gate to at most it and up
         to +-it.
         """
-        with _faults():
-            self._open().experts(
+        with faults():
+            self.native.experts(
                 x,
                 expert_ids,
                 weights,
@@ -215,16 +217,16 @@ class Executor:
 
     def merge(self, y: int, out: int, *, tokens: int, top_k: int, hidden_size: int) -> None:
         """out[t] = sum over k, in order, of y[t, k]. y: fp32 [T, k, H]; out: fp32 [T, H]."""
-        with _faults():
-            self._open().merge(y, out, tokens=tokens, top_k=top_k, hidden_size=hidden_size)
+        with faults():
+            self.native.merge(y, out, tokens=tokens, top_k=top_k, hidden_size=hidden_size)
 
     def rms_norm(self, x: int, weight: int, y: int, *, rows: int, size: int, eps: float) -> None:
         """y = x / sqrt(mean(x^2) + eps) * weight, per row.
 
         x: fp32 [rows, size]; weight: fp32 [size]; y: bf16 [rows, size].
         """
-        with _faults():
-            self._open().rms_norm(x, weight, y, rows=rows, size=size, eps=eps)
+        with faults():
+            self.native.rms_norm(x, weight, y, rows=rows, size=size, eps=eps)
 
     def embed_rows16(
         self,
@@ -240,8 +242,8 @@ class Executor:
 
         vocab_size: rows of w, to check the ids against; 0 checks for negative ids only.
         """
-        with _faults():
-            self._open().embed_rows16(
+        with faults():
+            self.native.embed_rows16(
                 w, ids, out, tokens=tokens, features=features, vocab_size=vocab_size
             )
 
@@ -269,8 +271,8 @@ class Executor:
         int32 [S, max_pages]; sequence_index, positions: int32 [T]. sequences_count and
         pages_count bound the indices; 0 leaves that bound unchecked.
         """
-        with _faults():
-            self._open().store_kv(
+        with faults():
+            self.native.store_kv(
                 k,
                 v,
                 k_pages,
@@ -312,8 +314,8 @@ class Executor:
         q: fp32 [T, Nq, D]; out: bf16 [T, Nq * D]; the rest as in `store_kv`, which must have
         written those positions. Query head h reads kv head h // (Nq // Nkv).
         """
-        with _faults():
-            self._open().paged_attention(
+        with faults():
+            self.native.paged_attention(
                 q,
                 k_pages,
                 v_pages,
@@ -337,5 +339,5 @@ class Executor:
 
         The time it takes is the machine's read ceiling for the kernels.
         """
-        with _faults():
-            return self._open().stream_read(data, length_bytes)
+        with faults():
+            return self.native.stream_read(data, length_bytes)

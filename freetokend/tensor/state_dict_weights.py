@@ -1,8 +1,4 @@
-"""Weights as plain torch tensors, computed by torch: reference runs, any dtype and device.
-
-Products of bf16 inputs are summed in fp32, as in the native kernels: torch would round every
-result to bf16. Row results may depend on the batch here, because torch chooses its own blocking.
-"""
+"""Weights as plain torch tensors, in the dtypes that a run computes in."""
 
 from __future__ import annotations
 
@@ -12,13 +8,14 @@ import torch
 
 from freetokend.core.errors import InternalError
 from freetokend.tensor.consumption import Consumption, check_shape
+from freetokend.tensor.program import Matrix, Vector
 
 
 class StateDictWeights:
-    """WeightSource over a mapping of tensor name (with `.weight` / `.bias`) to tensor.
+    """Over a mapping of tensor name to tensor, which holds the non-expert tensors only.
 
-    The mapping holds the non-expert tensors only, all of one floating dtype, which becomes the
-    activation dtype: float32, float64 or bfloat16.
+    `dtype` becomes the activation dtype: float32, float64 or bfloat16. Every tensor is taken once,
+    ModelDataError names one that is missing or of another shape; `check_consumed` those left over.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -35,99 +32,32 @@ class StateDictWeights:
 
     @property
     def accumulator_dtype(self) -> torch.dtype:
+        """Dtype of sums and of the residual stream: fp32, in a fp64 run fp64."""
         return self._accumulator_dtype
 
-    def linear(
-        self, name: str, *, in_features: int, out_features: int, bias: bool = False
-    ) -> TorchLinear:
-        weight = self._take(f"{name}.weight", (out_features, in_features))
-        offset = self._take(f"{name}.bias", (out_features,)) if bias else None
-        return TorchLinear(weight, offset, self._accumulator_dtype)
+    def matrix(self, matrix: Matrix) -> torch.Tensor:
+        """[out, in] with the precision of the activation dtype."""
+        return self._matrix(matrix).to(self._activation_dtype)
 
-    def embedding(self, name: str, *, rows: int, features: int) -> TorchEmbedding:
-        weight = self._take(f"{name}.weight", (rows, features))
-        return TorchEmbedding(weight, self._accumulator_dtype)
+    def exact_matrix(self, matrix: Matrix) -> torch.Tensor:
+        """[out, in] in the accumulator dtype, as the checkpoint has it: a router's."""
+        return self._matrix(matrix).to(self._accumulator_dtype)
 
-    def tied_linear(self, name: str, *, in_features: int, out_features: int) -> TorchLinear:
-        self._consumption.require_taken(f"{name}.weight")
-        weight = self._tensors[f"{name}.weight"]
-        check_shape(f"{name}.weight", weight.shape, (out_features, in_features))
-        return TorchLinear(weight.to(self._activation_dtype), None, self._accumulator_dtype)
-
-    def norm(self, name: str, *, size: int, eps: float) -> TorchNorm:
-        weight = self._take(f"{name}.weight", (size,))
-        return TorchNorm(
-            weight.to(self._accumulator_dtype), eps, self._activation_dtype, self._accumulator_dtype
-        )
-
-    def router(self, name: str, *, in_features: int, experts_count: int) -> TorchLinear:
-        name = f"{name}.weight"
-        self._consumption.take(name)
-        weight = self._tensors[name]
-        check_shape(name, weight.shape, (experts_count, in_features))
-        return TorchLinear(weight, None, self._accumulator_dtype)
+    def vector(self, vector: Vector) -> torch.Tensor:
+        """[size] in the accumulator dtype, with the precision of the activation dtype."""
+        self._consumption.take(vector.name)
+        found = self._tensors[vector.name]
+        check_shape(vector.name, found.shape, (vector.size,))
+        return found.to(self._activation_dtype).to(self._accumulator_dtype)
 
     def check_consumed(self) -> None:
         self._consumption.check_empty()
 
-    def _take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        self._consumption.take(name)
-        tensor = self._tensors[name]
-        check_shape(name, tensor.shape, shape)
-        return tensor.to(self._activation_dtype)
-
-
-class TorchLinear:
-    """A Linear by torch, summed in the accumulator dtype."""
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, accumulator_dtype: torch.dtype
-    ) -> None:
-        self._weight = weight
-        self._bias = bias
-        self._accumulator_dtype = accumulator_dtype
-
-    @property
-    def in_features(self) -> int:
-        return self._weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        return self._weight.shape[0]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = self._accumulator_dtype
-        y = x.to(dtype) @ self._weight.to(dtype).T
-        return y if self._bias is None else y + self._bias.to(dtype)
-
-
-class TorchEmbedding:
-    """Row look-up by torch."""
-
-    def __init__(self, weight: torch.Tensor, accumulator_dtype: torch.dtype) -> None:
-        self._weight = weight
-        self._accumulator_dtype = accumulator_dtype
-
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._weight[token_ids].to(self._accumulator_dtype)
-
-
-class TorchNorm:
-    """Root mean square normalisation by torch, in the accumulator dtype."""
-
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        eps: float,
-        activation_dtype: torch.dtype,
-        accumulator_dtype: torch.dtype,
-    ) -> None:
-        self._weight = weight
-        self._eps = eps
-        self._activation_dtype = activation_dtype
-        self._accumulator_dtype = accumulator_dtype
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(self._accumulator_dtype)
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self._eps)
-        return (wide * scale * self._weight).to(self._activation_dtype)
+    def _matrix(self, matrix: Matrix) -> torch.Tensor:
+        if matrix.shared:
+            self._consumption.require_taken(matrix.name)
+        else:
+            self._consumption.take(matrix.name)
+        found = self._tensors[matrix.name]
+        check_shape(matrix.name, found.shape, (matrix.out_features, matrix.in_features))
+        return found

@@ -1,4 +1,6 @@
 // Python face of the executor: addresses are integers, the GIL is released during every call.
+#include "bindings.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -18,15 +20,17 @@ namespace py = pybind11;
 using namespace pybind11::literals;
 using namespace freetoken::exec;
 
+Activation parse_activation(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "swiglu_oai") return Activation::kSwigluOai;
+  throw std::invalid_argument("unknown activation '" + name + "'");
+}
+
 namespace {
 
-using Address = std::uintptr_t;
 using Release = py::call_guard<py::gil_scoped_release>;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);  // NOLINT(performance-no-int-to-ptr): the interface
-}
 
 Executor* make_executor(std::vector<int> cpus, double spin_s, const std::string& isa) {
   const std::chrono::duration<double> spin(spin_s);
@@ -47,14 +51,6 @@ void linear(Executor& executor, Address x, Address w, Address y, std::size_t tok
                    .in_features = in_features,
                    .outputs = {&output, 1},
                    .fast = fast});
-}
-
-Activation parse_activation(const std::string& name) {
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "swiglu_oai") return Activation::kSwigluOai;
-  throw std::invalid_argument("unknown activation '" + name + "'");
 }
 
 void experts(Executor& executor, Address x, Address expert_ids, Address weights, Address y,
@@ -178,6 +174,7 @@ void bind_executor(py::module_& module) {
 PYBIND11_MODULE(_exec, module) {
   module.doc() = "CPU kernels and the executor's threads.";
   bind_executor(module);
+  bind_program(module);
   bind_sampling(module);
   module.def("available_isas", &available_isas);
   module.def(

@@ -60,7 +60,6 @@ def local_engine(
                 EngineSettings(model="tiny", **settings),  # type: ignore[arg-type]
                 cpus,
                 PLENTY,
-                on_layer=lambda: None,
             )
 
 

@@ -13,10 +13,12 @@ import torch
 
 from freetokend.core.errors import InternalError
 from freetokend.experts.bank import MappedBank
-from freetokend.experts.cpu import CpuExpertDispatch
+from freetokend.experts.cpu import CpuExpertDispatch, bank_experts
 from freetokend.experts.reference import TorchExpertDispatch
 from freetokend.ftw.layout import ExpertBank, bf16_record_bytes
 from freetokend.native.executor import Executor
+from freetokend.native.program import BufferSpec, KvPages, Program, StepInputs
+from freetokend.tensor.memory import tensor_at
 from tests.experts.records import Expert, exact, packed, random_expert
 
 LAYERS, EXPERTS, HIDDEN, INNER = 3, 5, 72, 40
@@ -119,11 +121,40 @@ def test_a_token_gets_the_same_bits_alone_and_in_a_batch(bank: Bank, executor: E
         assert torch.equal(alone[0], together[token])
 
 
-def test_executions_are_counted(bank: Bank, executor: Executor) -> None:
-    dispatch = CpuExpertDispatch(executor, bank.mapped)
-    dispatch.dispatch(0, *step(4, 2, seed=1))
-    dispatch.dispatch(1, *step(1, 3, seed=1))
-    assert dispatch.executions_count == 11
+def test_a_program_dispatches_to_the_same_bits_and_counts(bank: Bank, executor: Executor) -> None:
+    x, ids, weights = step(4, 2, seed=1)
+    mapped = bank.mapped.bank
+    experts = bank_experts(mapped, bank.mapped.region_address)
+    hidden = mapped.hidden_size
+    sizes = (2 * hidden, 4 * 2, 4 * 2, 4 * hidden)
+    program = Program([BufferSpec(row_bytes=size, per_output=False) for size in sizes], experts)
+    with program.adding() as native:
+        native.add_experts(
+            moe_layer_index=1, x=0, ids=1, weights=2, top_k=2, hidden_size=hidden, out=3
+        )
+    numbers = torch.zeros(4, dtype=torch.int32)
+    tokens = torch.zeros(4, dtype=torch.int64)
+    inputs = StepInputs(
+        token_ids=tokens.data_ptr(),
+        tokens_count=4,
+        outputs=0,
+        outputs_count=0,
+        page_table=numbers.data_ptr(),
+        sequence_index=numbers.data_ptr(),
+        positions=numbers.data_ptr(),
+        sequences_count=1,
+        max_pages=1,
+        rotations=(),
+    )
+    pages = KvPages([], pages_count=1, kv_heads_count=1, page_tokens=16, head_size=2)
+    prepared = program.prepare(inputs, pages)
+    for number, values in enumerate((x, ids, weights)):
+        tensor_at(program.buffer(number), tuple(values.shape), values.dtype).copy_(values)
+    program.run(executor, prepared)
+    program.run(executor, prepared)
+    out = tensor_at(program.buffer(3), (4, hidden), torch.float32)
+    assert torch.equal(out, CpuExpertDispatch(executor, bank.mapped).dispatch(1, x, ids, weights))
+    assert experts.executions_count == 2 * 4 * 2
 
 
 def test_what_lies_outside_the_bank_is_refused(bank: Bank, executor: Executor) -> None:

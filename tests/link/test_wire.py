@@ -123,6 +123,18 @@ async def test_messages_pass_both_ways_in_order(wire: Wire) -> None:
         await wire.listener.gone.wait()
 
 
+async def test_a_watched_count_is_progress_without_a_call(wire: Wire) -> None:
+    client = wire.client()
+    counted = iter(range(10, 10_000))
+    client.watch(lambda: next(counted))
+    client.progress(5)
+    await asyncio.to_thread(client.connect)
+    for expected in (15, 16, 17):
+        beat = await wire.listener.next_of(Heartbeat)
+        assert beat == Heartbeat(progress_count=expected, busy=False, stats=EngineStats())
+    await asyncio.to_thread(client.close)
+
+
 async def test_everything_sent_before_close_arrives(wire: Wire) -> None:
     client = wire.client()
     await asyncio.to_thread(client.connect)

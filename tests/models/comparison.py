@@ -8,16 +8,11 @@ from typing import Any
 
 import torch
 
-from freetokend.models.registry import build_model
-from freetokend.tensor.protocols import (
-    ExpertDispatch,
-    KvView,
-    Linear,
-    StepInput,
-    StepProgram,
-    WeightSource,
-)
+from freetokend.models.registry import build_program
+from freetokend.tensor.program import Embed, Op, Route, RouterProduct
+from freetokend.tensor.protocols import KvView, StepInput, StepRunner
 from freetokend.tensor.state_dict_weights import StateDictWeights
+from freetokend.tensor.torch_program import TorchProgram
 from tests.models.checkpoints import Checkpoint, hf_model
 from tests.support.reference import ReferenceExperts, ReferenceKv, split_experts
 
@@ -25,69 +20,42 @@ from tests.support.reference import ReferenceExperts, ReferenceKv, split_experts
 Step = Sequence[tuple[int, int]]
 
 
-class RecordingRouter:
-    """A router's Linear that keeps the logits of every call."""
+class RouterProbe:
+    """An Observer that notes router logits, and can replace what was chosen by them.
 
-    def __init__(self, inner: Linear, record: list[torch.Tensor]) -> None:
-        self._inner = inner
-        self._record = record
-        self.in_features = inner.in_features
-        self.out_features = inner.out_features
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self._inner(x)
-        self._record.append(logits)
-        return logits
-
-
-class RecordingWeights:
-    """A WeightSource that notes router logits: fp32 [T, E] per MoE layer and step, in order."""
-
-    def __init__(self, inner: WeightSource) -> None:
-        self._inner = inner
-        self.router_logits: list[torch.Tensor] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def router(self, name: str, *, in_features: int, experts_count: int) -> Linear:
-        inner = self._inner.router(name, in_features=in_features, experts_count=experts_count)
-        return RecordingRouter(inner, self.router_logits)
-
-
-class ReplayedExperts:
-    """An ExpertDispatch that can be told what to choose.
-
-    `choices`, when set: per MoE layer the ids [T, k] and weights [T, k] of the one step that
-    follows; what the model chose is ignored then.
+    `logits`: fp32 [T, E] per MoE layer and step, in order. `choices`, when set: per MoE layer the
+    ids [T, k] and weights [T, k] of the one step that follows; what the model chose is overwritten.
     """
 
-    def __init__(self, inner: ExpertDispatch) -> None:
-        self._inner = inner
+    def __init__(self) -> None:
+        self.logits: list[torch.Tensor] = []
         self.choices: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._moe_layer_index = 0
 
-    def dispatch(
-        self,
-        moe_layer_index: int,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        if self.choices is not None:
-            ids, replaced = self.choices[moe_layer_index]
-            assert ids.shape == expert_ids.shape
-            expert_ids, weights = ids, replaced.to(weights.dtype)
-        return self._inner.dispatch(moe_layer_index, x, expert_ids, weights)
+    def __call__(self, op: Op, buffer: Callable[[int], torch.Tensor]) -> None:
+        match op:
+            case Embed():
+                self._moe_layer_index = 0
+            case RouterProduct():
+                self.logits.append(buffer(op.out).clone())
+            case Route():
+                if self.choices is not None:
+                    ids, weights = self.choices[self._moe_layer_index]
+                    assert ids.shape == buffer(op.ids).shape
+                    buffer(op.ids).copy_(ids)
+                    buffer(op.weights).copy_(weights)
+                self._moe_layer_index += 1
+            case _:
+                pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runner:
-    """A built model with what a step needs: a fresh cache per run, and the noted router logits."""
+    """A bound program with what a step needs: a fresh cache per run, and the probe within it."""
 
-    model: StepProgram
+    model: StepRunner
     new_cache: Callable[[], Callable[[Sequence[int]], KvView]]
-    router_logits: list[torch.Tensor]
-    experts: ReplayedExperts
+    probe: RouterProbe
 
     def run(self, prompts: Sequence[torch.Tensor], steps: Sequence[Step]) -> list[torch.Tensor]:
         """Feed the prompts as `steps` say; returns logits of every position per prompt."""
@@ -118,15 +86,14 @@ class Runner:
 def reference_runner(checkpoint: Checkpoint, dtype: torch.dtype) -> Runner:
     """Our model over plain tensors, experts and attention by torch."""
     plain, gate_up, down = split_experts(checkpoint.tensors)
-    weights = RecordingWeights(StateDictWeights(plain, dtype))
-    experts = ReplayedExperts(ReferenceExperts(gate_up, down, dtype))
-    model = build_model(checkpoint.config, weights, experts)
-    return Runner(
-        experts=experts,
-        model=model,
-        new_cache=lambda: ReferenceKv(dtype).view,
-        router_logits=weights.router_logits,
+    probe = RouterProbe()
+    model = TorchProgram(
+        build_program(checkpoint.config),
+        StateDictWeights(plain, dtype),
+        ReferenceExperts(gate_up, down, dtype),
+        observer=probe,
     )
+    return Runner(model=model, new_cache=lambda: ReferenceKv(dtype).view, probe=probe)
 
 
 def whole(lengths: Sequence[int]) -> list[Step]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from freetokend.core.model_config import parse_model_config
-from freetokend.models.router import route
+from freetokend.tensor.router import route
 from tests.models.checkpoints import Checkpoint, hf_model, prompt
 from tests.models.comparison import Runner, relative_errors, whole
 
@@ -100,13 +100,13 @@ class Comparison:
     def follow(self, runner: Runner) -> Choices:
         """Run with the experts and weights of float64 in every layer, and judge the choices."""
         top_k = self._config.router.top_k
-        runner.experts.choices = [
+        runner.probe.choices = [
             route(logits, self._config.router) for logits in self._truth.router_logits
         ]
         try:
             found = self._ours(runner)
         finally:
-            runner.experts.choices = None
+            runner.probe.choices = None
         decided_count = wrong_count = 0
         pairs = list(zip(found.router_logits, self._truth.router_logits, strict=True))
         for mine, true in pairs:
@@ -132,10 +132,10 @@ class Comparison:
         )
 
     def _ours(self, runner: Runner) -> Output:
-        runner.router_logits.clear()
+        runner.probe.logits.clear()
         lengths = [len(one) for one in self.prompts]
         logits = torch.cat(runner.run(self.prompts, whole(lengths)))
-        return Output(logits=logits, router_logits=list(runner.router_logits))
+        return Output(logits=logits, router_logits=list(runner.probe.logits))
 
     def _errors(self, found: Output) -> Errors:
         errors = relative_errors(found.logits, self._truth.logits)

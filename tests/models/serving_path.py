@@ -10,20 +10,20 @@ from contextlib import contextmanager
 import numpy as np
 
 from freetokend.core.model_config import model_facts
-from freetokend.experts.bank import MappedBank
-from freetokend.experts.cpu import CpuExpertDispatch
+from freetokend.experts.cpu import bank_experts
 from freetokend.ftw.convert import convert
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.kvcache.arena import KvArena
 from freetokend.kvcache.batch import SequenceSpan, kv_batch
 from freetokend.kvcache.native_store import NativeKvStore
-from freetokend.models.registry import build_model
+from freetokend.models.registry import build_program
 from freetokend.native.executor import Executor
 from freetokend.policy.kv_sizing import KvShape
+from freetokend.tensor.native_program import NativeProgram
 from freetokend.tensor.pool_weights import PoolWeights
 from freetokend.tensor.protocols import KvView
 from tests.models.checkpoints import Checkpoint
-from tests.models.comparison import RecordingWeights, ReplayedExperts, Runner
+from tests.models.comparison import RouterProbe, Runner
 
 _PAGE_TOKENS = 16
 _SEQUENCES_COUNT = 64
@@ -43,16 +43,17 @@ def serving_runner(
     with _mapped(directory) as address:
         executor = Executor(cpus, isa=isa)
         try:
-            bank = MappedBank(bank=index.expert_bank, region_address=address)
-            experts = ReplayedExperts(CpuExpertDispatch(executor, bank))
-            weights = RecordingWeights(PoolWeights(address, index, executor))
-            model = build_model(directory.model_config(), weights, experts)
+            probe = RouterProbe()
+            model = NativeProgram(
+                build_program(directory.model_config()),
+                PoolWeights(address, index),
+                executor,
+                bank_experts(index.expert_bank, address),
+                observer=probe,
+            )
             shape = _kv_shape(checkpoint)
             yield Runner(
-                experts=experts,
-                model=model,
-                new_cache=lambda: _PagedCache(executor, shape).view,
-                router_logits=weights.router_logits,
+                model=model, new_cache=lambda: _PagedCache(executor, shape).view, probe=probe
             )
         finally:
             executor.close()

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from freetokend.core.errors import ModelDataError
-from freetokend.models.registry import build_model
+from freetokend.models.registry import build_program
 from freetokend.tensor.state_dict_weights import StateDictWeights
+from freetokend.tensor.torch_program import TorchProgram
 from tests.models.checkpoints import SHAPES, Checkpoint, make_checkpoint
 from tests.support.reference import ReferenceExperts, split_experts
 
@@ -22,7 +23,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def _build(config: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
     plain, gate_up, down = split_experts(tensors)
     weights = StateDictWeights(plain, torch.bfloat16)
-    build_model(config, weights, ReferenceExperts(gate_up, down, torch.bfloat16))
+    experts = ReferenceExperts(gate_up, down, torch.bfloat16)
+    TorchProgram(build_program(config), weights, experts)
 
 
 def test_a_checkpoint_that_fits_builds(checkpoint: Checkpoint) -> None:

@@ -17,7 +17,22 @@ from freetokend.ftw.packing import bf16_to_f32, f32_to_bf16
 from freetokend.ftw.packing_blocks import pack_blocks
 from freetokend.ftw.quantise import quantise
 from freetokend.native.executor import Executor
+from freetokend.tensor.native_program import NativeProgram
 from freetokend.tensor.pool_weights import PoolWeights
+from freetokend.tensor.program import (
+    AddRmsNorm,
+    Embed,
+    Linear,
+    Matrix,
+    Product,
+    ProgramBuilder,
+    Rows,
+    SelectRows,
+    StepProgram,
+    Vector,
+)
+from freetokend.tensor.protocols import StepInput
+from tests.tensor.region import IdleView
 
 ROWS, COLUMNS = 37, 256
 FORMATS = (
@@ -44,15 +59,21 @@ def spec(name: str, dtype: str, layout: str) -> TensorSpec:
     return TensorSpec(name=name, dtype=dtype, shape=(ROWS, COLUMNS), layout=layout)
 
 
+def vector(name: str, size: int) -> TensorSpec:
+    return TensorSpec(name=name, dtype="f32", shape=(size,), layout=ROW_MAJOR)
+
+
 class Region:
     """A tied embedding in bf16, its projection `head` and a layer `up`, both in `name`."""
 
-    def __init__(self, name: str, executor: Executor) -> None:
+    def __init__(self, name: str) -> None:
         specs = [
             spec("embed.weight", "bf16", ROW_MAJOR),
             spec("lm_head.weight", name, ROWS16),
             spec("up.weight", name, ROWS16),
-            TensorSpec(name="up.bias", dtype="f32", shape=(ROWS,), layout=ROW_MAJOR),
+            vector("up.bias", ROWS),
+            vector("norm.weight", COLUMNS),
+            vector("end.weight", COLUMNS),
         ]
         plan = plan_region(specs, BANK, max_shard_bytes=1 << 26)
         raw = np.zeros(plan.region_bytes + 4096, dtype=np.uint8)
@@ -73,31 +94,65 @@ class Region:
             self._bytes[entry.offset_bytes : entry.end_bytes] = packed.reshape(-1).view(np.uint8)
             self.values[tensor.name] = torch.from_numpy(values).double()
         index: Any = SimpleNamespace(tensors=plan.tensors)
-        self.weights = PoolWeights(self._bytes.ctypes.data, index, executor)
+        self.weights = PoolWeights(self._bytes.ctypes.data, index)
+
+
+def program() -> StepProgram:
+    """Embed, norm, the layer for every token, the tied projection for the outputs."""
+    new = ProgramBuilder()
+    residual, normed, up = new.wide(COLUMNS), new.activation(COLUMNS), new.wide(ROWS)
+    last, last_normed = new.wide(COLUMNS, Rows.OUTPUTS), new.activation(COLUMNS, Rows.OUTPUTS)
+    logits = new.wide(ROWS, Rows.OUTPUTS)
+    norm = Vector(name="norm.weight", size=COLUMNS)
+    end = Vector(name="end.weight", size=COLUMNS)
+    bias = Vector(name="up.bias", size=ROWS)
+    new.append(
+        Embed(table=matrix("embed"), out=residual),
+        AddRmsNorm(residual=residual, delta=None, weight=norm, eps=1e-6, out=normed),
+        Linear(x=normed, products=(Product(weight=matrix("up"), bias=bias, out=up),)),
+        SelectRows(x=residual, out=last),
+        AddRmsNorm(residual=last, delta=None, weight=end, eps=1e-6, out=last_normed),
+        Linear(
+            x=last_normed,
+            products=(Product(weight=matrix("embed", shared=True), bias=None, out=logits),),
+        ),
+    )
+    return new.build(logits)
+
+
+def matrix(name: str, *, shared: bool = False) -> Matrix:
+    return Matrix(name=f"{name}.weight", out_features=ROWS, in_features=COLUMNS, shared=shared)
+
+
+# Buffers of the program.
+NORMED, UP, LAST_NORMED = 1, 2, 4
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_linear_layers_compute_with_what_the_format_means(name: str) -> None:
+    region = Region(name)
+    ids = torch.tensor([36, 0, 7, 7, 20])
+    step = StepInput(token_ids=ids, positions=torch.arange(5), logits_index=torch.tensor([4, 0, 2]))
     with Executor([0]) as executor:
-        region = Region(name, executor)
-        x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-        up = region.weights.linear("up", in_features=COLUMNS, out_features=ROWS, bias=True)
+        native = NativeProgram(program(), region.weights, executor, None)
+        logits = native.forward(step, IdleView(tokens_count=5))
+        x = native.rows(NORMED, step).double()
         values = region.values
-        exact = torch.addmm(values["up.bias"], x.double(), values["up.weight"].T)
-        assert (up(x) - exact).norm() <= 2e-6 * exact.norm()
-        ids = torch.tensor([36, 0, 7])
-        embedding = region.weights.embedding("embed", rows=ROWS, features=COLUMNS)
-        assert torch.equal(embedding(ids).double(), values["embed.weight"][ids])
-        head = region.weights.tied_linear("embed", in_features=COLUMNS, out_features=ROWS)
-        exact = x.double() @ values["lm_head.weight"].T
-        assert (head(x) - exact).norm() <= 2e-6 * exact.norm()
-        region.weights.check_consumed()
+        plain = torch.nn.functional.rms_norm(
+            values["embed.weight"][ids], (COLUMNS,), values["norm.weight"], eps=1e-6
+        )
+        assert ((x - plain).abs() <= 2**-8 * plain.abs()).all()
+        exact = torch.addmm(values["up.bias"], x, values["up.weight"].T)
+        assert (native.rows(UP, step) - exact).norm() <= 2e-6 * exact.norm()
+        exact = native.rows(LAST_NORMED, step).double() @ values["lm_head.weight"].T
+        assert (logits - exact).norm() <= 2e-6 * exact.norm()
 
 
 def test_a_projection_that_nobody_asked_for_is_left_over() -> None:
-    with Executor([0]) as executor:
-        region = Region("mxfp4", executor)
-        region.weights.linear("up", in_features=COLUMNS, out_features=ROWS, bias=True)
-        region.weights.embedding("embed", rows=ROWS, features=COLUMNS)
-        with pytest.raises(ModelDataError, match=r"lm_head\.weight"):
-            region.weights.check_consumed()
+    weights = Region("mxfp4").weights
+    weights.matrix(matrix("up"))
+    for name, size in (("up.bias", ROWS), ("norm.weight", COLUMNS), ("end.weight", COLUMNS)):
+        weights.vector(Vector(name=name, size=size))
+    weights.embedding(matrix("embed"))
+    with pytest.raises(ModelDataError, match=r"does not use: lm_head\.weight"):
+        weights.check_consumed()

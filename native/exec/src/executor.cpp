@@ -9,23 +9,6 @@
 #include "validate.h"
 
 namespace freetoken::exec {
-namespace {
-
-// Rows that one worker takes at a time in row-wise operations, by elements.
-constexpr std::size_t kRowsTileElements = std::size_t{32} << 10;
-
-// body(row) for every row, spread over the workers when it is worth waking them.
-template <class Body>
-void for_rows(WorkerPool& pool, std::size_t rows, std::size_t row_elements, const Body& body) {
-  const std::size_t step = std::max<std::size_t>(1, kRowsTileElements / row_elements);
-  pool.run(ceil_div(rows, step), [&](std::uint32_t tile, int) noexcept {
-    const std::size_t begin = tile * step;
-    for (std::size_t row = begin; row < std::min(rows, begin + step); ++row) body(row);
-  });
-}
-
-}  // namespace
-
 Executor::Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, std::string_view isa)
     : pool_(std::move(cpus), spin), kernels_(select_kernels(isa)) {
   accumulators_.get<float>(kTileSums * static_cast<std::size_t>(threads_count()));
@@ -34,10 +17,9 @@ Executor::Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, std::st
 void Executor::merge(const float* y, float* out, std::size_t tokens, std::size_t top_k,
                      std::size_t hidden) {
   if (tokens == 0) return;
-  const Exclusive exclusive(busy_);
   require(y != nullptr && out != nullptr, "merge: null address");
   require(top_k > 0 && hidden > 0, "merge: top_k and hidden_size must be positive");
-  for_rows(pool_, tokens, top_k * hidden, [&](std::size_t token) {
+  for_rows(tokens, top_k * hidden, [&](std::size_t token) {
     float* sum = out + token * hidden;
     const float* part = y + token * top_k * hidden;
     std::copy_n(part, hidden, sum);
@@ -50,11 +32,10 @@ void Executor::merge(const float* y, float* out, std::size_t tokens, std::size_t
 void Executor::rms_norm(const float* x, const float* weight, Bf16* y, std::size_t rows,
                         std::size_t size, float eps) {
   if (rows == 0) return;
-  const Exclusive exclusive(busy_);
   require(x != nullptr && weight != nullptr && y != nullptr, "rms_norm: null address");
   require(size > 0, "rms_norm: size must be positive");
   require(eps >= 0, "rms_norm: eps must not be negative");
-  for_rows(pool_, rows, size, [&](std::size_t row) {
+  for_rows(rows, size, [&](std::size_t row) {
     kernels_->rms_norm(x + row * size, weight, size, eps, y + row * size);
   });
 }
@@ -62,14 +43,13 @@ void Executor::rms_norm(const float* x, const float* weight, Bf16* y, std::size_
 void Executor::embed_rows16(const std::byte* w, const std::int64_t* ids, float* out,
                             std::size_t tokens, std::size_t features, std::size_t vocab_size) {
   if (tokens == 0) return;
-  const Exclusive exclusive(busy_);
   require(w != nullptr && ids != nullptr && out != nullptr, "embed_rows16: null address");
   require(features > 0, "embed_rows16: features must be positive");
   for (std::size_t token = 0; token < tokens; ++token) {
     require_index(ids[token], vocab_size, "embed_rows16: token id");
   }
   const std::size_t block_bytes = rows16_block_bytes(features);
-  for_rows(pool_, tokens, features, [&](std::size_t token) {
+  for_rows(tokens, features, [&](std::size_t token) {
     const auto row = static_cast<std::size_t>(ids[token]);
     const auto* block = reinterpret_cast<const Bf16*>(w + row / kRowsPerBlock * block_bytes);
     const std::size_t lane = row % kRowsPerBlock;

@@ -4,6 +4,7 @@
 // accumulator per (row, token) that takes the columns in order, whatever the number of tokens,
 // threads or the blocking, so results are equal bit for bit.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -14,7 +15,9 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "exclusive.h"
 #include "kernels.h"
+#include "layout.h"
 #include "panels.h"
 #include "scratch.h"
 #include "tiles.h"
@@ -100,10 +103,30 @@ class Executor {
                     std::size_t features, std::size_t vocab_size);
   void store_kv(const StoreKvCall& call);
   void paged_attention(const AttentionCall& call);
+  // body(row) for every row of a row-wise operation, spread over the workers where that pays.
+  template <class Body>
+  void for_rows(std::size_t rows, std::size_t row_elements, const Body& body) {
+    const Exclusive exclusive(busy_);
+    const std::size_t step = std::max<std::size_t>(1, kRowsTileElements / row_elements);
+    pool_.run(ceil_div(rows, step), [&](std::uint32_t tile, int) noexcept {
+      const std::size_t begin = tile * step;
+      for (std::size_t row = begin; row < std::min(rows, begin + step); ++row) body(row);
+    });
+  }
+  // body(tile) for every tile, spread over the workers.
+  template <class Body>
+  void for_tiles(std::size_t tiles, const Body& body) {
+    const Exclusive exclusive(busy_);
+    pool_.run(tiles, [&](std::uint32_t tile, int) noexcept { body(tile); });
+  }
+  const Kernels& kernels() const { return *kernels_; }
   // Reads the bytes once with all workers, as the kernels do; returns a checksum.
   std::uint64_t stream_read(const std::byte* data, std::size_t length_bytes);
 
  private:
+  // Rows that one worker takes at a time in row-wise operations, by elements.
+  static constexpr std::size_t kRowsTileElements = std::size_t{32} << 10;
+
   const ProductKernels& products(const WeightFormat& format, bool fast) const;
   float* accumulators(int worker);
   void dot_tile(const ProductKernels& kernels, const WeightFormat& format, const ProductTile& tile,

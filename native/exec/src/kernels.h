@@ -94,6 +94,8 @@ struct Kernels {
   ProductTable products;
   void (*glu)(const GluSpec& spec, const GluTile& tile);
   void (*rms_norm)(const float* x, const float* weight, std::size_t size, float eps, Bf16* y);
+  // y = silu(gate) * up of one row
+  void (*silu_product)(const float* gate, const float* up, std::size_t size, Bf16* y);
   void (*attend)(const AttentionTile& tile);
   // total <- total (+) part, for `queries` queries, in the order the parts are given.
   void (*attend_merge)(const AttentionTile& total, const AttentionTile& part);

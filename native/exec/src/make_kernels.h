@@ -9,6 +9,7 @@
 #include "glu.h"
 #include "kernels.h"
 #include "row_kernels.h"
+#include "row_math.h"
 #include "vector_math.h"
 
 namespace freetoken::exec {
@@ -55,6 +56,7 @@ constexpr Kernels make_kernels(const ProductTable& products) {
           .products = products,
           .glu = Glu<Isa>::run,
           .rms_norm = rms_norm<Isa>,
+          .silu_product = silu_product<Isa>,
           .attend = Attention<Isa>::attend,
           .attend_merge = Attention<Isa>::merge,
           .attend_finish = Attention<Isa>::finish,

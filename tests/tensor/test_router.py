@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetokend.core.model_config import RouterConfig, RouterScoring
-from freetokend.models.router import route
+from freetokend.tensor.router import route
 
 
 def _router(top_k: int, *, renormalise: bool) -> RouterConfig:

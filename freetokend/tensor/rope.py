@@ -71,7 +71,7 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 class RopeTable:
     """Cosines and sines by position, grown as positions come into use.
 
-    One owner: the model's forward pass, which is called from one thread at a time.
+    One owner: a runner's step, which is called from one thread at a time.
     """
 
     def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype) -> None:
@@ -85,12 +85,20 @@ class RopeTable:
 
         The first half of the signed sines is negated: see `rotate`.
         """
-        end = int(positions.max()) + 1
-        if end > self._table.shape[0]:
-            self._grow(end)
+        self._cover(int(positions.max()) + 1)
         rows = self._table[positions]
         cosines, sines = rows[:, 0], rows[:, 1]
         return cosines[:, None, None, :], torch.stack((-sines, sines), dim=1)[:, None]
+
+    def rows(self, end: int) -> tuple[int, int]:
+        """Address of [positions, 2, D/2] cosines and sines of at least the positions [0, end), and
+        how many positions it has. The address is valid until a longer table is asked for."""
+        self._cover(end)
+        return self._table.data_ptr(), self._table.shape[0]
+
+    def _cover(self, end: int) -> None:
+        if end > self._table.shape[0]:
+            self._grow(end)
 
     def _grow(self, end: int) -> None:
         # Doubling keeps the copying linear in the context.

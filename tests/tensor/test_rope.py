@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 
 from freetokend.core.model_config import parse_model_config
-from freetokend.models.rope import RopeTable, inverse_frequencies, rotate
+from freetokend.tensor.rope import RopeTable, inverse_frequencies, rotate
 from tests.models.checkpoints import SHAPES
 
 _BASE = next(shape for shape in SHAPES if shape.name == "mixtral-gqa-top2").config()
