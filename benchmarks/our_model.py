@@ -65,7 +65,6 @@ def our_engine(directory: FtwDirectory, cpus: Sequence[int]) -> Iterator[BuiltEn
                 settings,
                 tuple(cpus),
                 memory,
-                on_layer=lambda: None,
             )
     finally:
         os.close(pool.fd)
