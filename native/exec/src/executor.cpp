@@ -10,10 +10,7 @@
 
 namespace freetoken::exec {
 Executor::Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, std::string_view isa)
-    : Executor(std::move(cpus), spin, select_kernels(isa)) {}
-
-Executor::Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, const Kernels* kernels)
-    : pool_(std::move(cpus), spin), kernels_(kernels) {
+    : pool_(std::move(cpus), spin), kernels_(select_kernels(isa)) {
   accumulators_.get<float>(kTileSums * static_cast<std::size_t>(threads_count()));
 }
 

@@ -1,78 +1,111 @@
-// Activations in eight bits: per token and 32 columns one scale, the largest magnitude / 127, and
-// numbers rounded to the nearest (even) of its multiples.
+// Activations rounded to int8, one scale per 32 columns: x = scale * code, scale = largest / 127.
 #pragma once
-#include <immintrin.h>
-
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
 #include "bf16.h"
 #include "layout.h"
-#include "panel_by_32.h"
 
 namespace freetoken::exec {
 namespace {
 
-// In which order four columns of a weight's 32 bits stand.
-enum class QuadOrder { kPlain, kNibbles };
+// kPlain: columns in order. kNibbles: of every eight, in the order in which the low and then the
+// high nibbles of a 4-bit step come: 0 4 1 5, 2 6 3 7.
+enum class ColumnOrder { kPlain, kNibbles };
 
-// [quad of four columns][token] four bytes, then [32 columns][token] scales, then
-// [16 columns][token] sums of the bytes. Columns are padded with zeros to a multiple of 32.
-// Ints::round(F) gives sixteen bytes.
-template <class Isa, class Ints, QuadOrder Order>
+template <ColumnOrder Order>
 struct Int8Panel {
-  static constexpr std::size_t kQuads = kPanelColumns / 4;
+  static constexpr std::size_t kGroup = 32;
 
-  static std::size_t scales_offset(std::size_t columns, std::size_t width) {
-    return round_up(columns, kPanelColumns) * width;
-  }
-  static std::size_t sums_offset(std::size_t columns, std::size_t width) {
-    return scales_offset(columns, width) + ceil_div(columns, kPanelColumns) * width * sizeof(float);
+  // One token: codes [stride], then scales [stride / 32], then sums of 16 codes [stride / 16].
+  struct Row {
+    const std::int8_t* codes;
+    const float* scales;
+    const std::int32_t* sums;
+  };
+
+  static std::size_t stride(std::size_t columns) { return round_up(columns, kGroup); }
+  static std::size_t row_bytes(std::size_t columns) {
+    const std::size_t groups = stride(columns) / kGroup;
+    return round_up(groups * (kGroup + sizeof(float) + 2 * sizeof(std::int32_t)), 64);
   }
   static std::size_t bytes(std::size_t columns, int width) {
-    const auto tokens = static_cast<std::size_t>(width);
-    return sums_offset(columns, tokens) +
-           2 * ceil_div(columns, kPanelColumns) * tokens * sizeof(std::int32_t);
+    return row_bytes(columns) * static_cast<std::size_t>(width);
   }
 
-  static __m128i ordered(__m128i bytes) {
-    if constexpr (Order == QuadOrder::kPlain) return bytes;
-    // Columns 0 4 1 5 and 2 6 3 7 of every eight: the low and the high nibbles of four bytes.
-    return _mm_shuffle_epi8(bytes,
-                            _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
+  static Row row(const std::byte* panel, std::size_t token, std::size_t columns) {
+    const std::byte* begin = panel + token * row_bytes(columns);
+    const std::byte* scales = begin + stride(columns);
+    return {.codes = reinterpret_cast<const std::int8_t*>(begin),
+            .scales = reinterpret_cast<const float*>(scales),
+            .sums = reinterpret_cast<const std::int32_t*>(scales + stride(columns) / kGroup *
+                                                                       sizeof(float))};
   }
 
-  static std::int32_t sum(__m128i bytes) {
-    const __m128i above_zero = _mm_xor_si128(bytes, _mm_set1_epi8(-128));
-    const __m128i sums = _mm_sad_epu8(above_zero, _mm_setzero_si128());
-    return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_unpackhi_epi64(sums, sums))) - 16 * 128;
-  }
-
-  static void store(const Bf16* values, std::size_t index, std::size_t token, std::size_t width,
-                    std::size_t columns, std::byte* panel) {
-    const auto first = Isa::load_bf16(values);
-    const auto second = Isa::load_bf16(values + 16);
-    const auto zero = Isa::zero();
-    const float largest = Isa::reduce_max(
-        Isa::max(Isa::max(first, Isa::sub(zero, first)), Isa::max(second, Isa::sub(zero, second))));
-    // Numbers so small that the quotient is infinite count as zero.
-    const float inverse = largest > 1e-35F ? 127.0F / largest : 0.0F;
-    const __m128i bytes[2] = {Ints::round(Isa::mul(first, Isa::set1(inverse))),
-                              Ints::round(Isa::mul(second, Isa::set1(inverse)))};
-    std::int32_t quads[kQuads];
-    std::int32_t sums[2];
-    for (std::size_t i = 0; i < 2; ++i) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(quads + 4 * i), ordered(bytes[i]));
-      sums[i] = sum(bytes[i]);
+  static void pack(const Bf16* const* rows, int width, std::size_t columns, std::byte* panel) {
+    float values[kGroup];
+    for (int token = 0; token < width; ++token, panel += row_bytes(columns)) {
+      for (std::size_t first = 0; first < columns; first += kGroup) {
+        for (std::size_t i = 0; i < kGroup; ++i) {
+          values[i] = first + i < columns ? bf16_to_float(rows[token][first + i]) : 0.0F;
+        }
+        put_group(values, first, columns, panel);
+      }
     }
-    auto* out = reinterpret_cast<std::int32_t*>(panel) + index * kQuads * width + token;
-    for (std::size_t i = 0; i < kQuads; ++i) out[i * width] = quads[i];
-    auto* scales = reinterpret_cast<float*>(panel + scales_offset(columns, width));
-    scales[index * width + token] = largest / 127.0F;
-    auto* all_sums = reinterpret_cast<std::int32_t*>(panel + sums_offset(columns, width));
-    all_sums[2 * index * width + token] = sums[0];
-    all_sums[(2 * index + 1) * width + token] = sums[1];
+  }
+
+  static void put(const float* values, int blocks, int width, std::size_t first_column,
+                  std::size_t columns, std::byte* panel) {
+    const auto tokens = static_cast<std::size_t>(width);
+    float group[kGroup];
+    for (int block = 0; block < blocks; block += 2, first_column += kGroup) {
+      for (std::size_t token = 0; token < tokens; ++token) {
+        for (std::size_t i = 0; i < kGroup; ++i) {
+          const std::size_t row = static_cast<std::size_t>(block) + i / kRowsPerBlock;
+          const float* from = values + (row * tokens + token) * kRowsPerBlock;
+          group[i] = row < static_cast<std::size_t>(blocks)
+                         ? bf16_to_float(float_to_bf16(from[i % kRowsPerBlock]))
+                         : 0.0F;
+        }
+        put_group(group, first_column, columns, panel + token * row_bytes(columns));
+      }
+    }
+  }
+
+ private:
+  static std::size_t place(std::size_t i) {
+    constexpr std::uint8_t kPlaces[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    return Order == ColumnOrder::kPlain ? i : i / 8 * 8 + kPlaces[i % 8];
+  }
+
+  static void put_group(const float (&values)[kGroup], std::size_t first, std::size_t columns,
+                        std::byte* row) {
+    float largest = 0;
+    for (const float value : values) {
+      const float magnitude = std::fabs(value);
+      // A NaN stays the largest, so that it reaches the result.
+      largest = magnitude <= largest ? largest : magnitude;
+    }
+    const float inverse = largest > 0 ? 127.0F / largest : 0.0F;
+    auto* codes = reinterpret_cast<std::int8_t*>(row) + first;
+    std::int32_t sums[2] = {};
+    for (std::size_t i = 0; i < kGroup; ++i) {
+      // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, into the low bits.
+      const float shifted = values[i] * inverse + 12582912.0F;
+      std::uint32_t bits = 0;
+      std::memcpy(&bits, &shifted, sizeof bits);
+      const auto code = static_cast<std::int8_t>(bits & 0xffU);
+      codes[place(i)] = code;
+      sums[i / 16] += code;
+    }
+    const std::size_t group = first / kGroup;
+    auto* scales = reinterpret_cast<float*>(row + stride(columns));
+    scales[group] = largest / 127.0F;
+    auto* all_sums = reinterpret_cast<std::int32_t*>(scales + stride(columns) / kGroup);
+    all_sums[2 * group] = sums[0];
+    all_sums[2 * group + 1] = sums[1];
   }
 };
 
