@@ -10,7 +10,10 @@
 
 namespace freetoken::exec {
 Executor::Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, std::string_view isa)
-    : pool_(std::move(cpus), spin), kernels_(select_kernels(isa)) {
+    : Executor(std::move(cpus), spin, select_kernels(isa)) {}
+
+Executor::Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, const Kernels* kernels)
+    : pool_(std::move(cpus), spin), kernels_(kernels) {
   accumulators_.get<float>(kTileSums * static_cast<std::size_t>(threads_count()));
 }
 

@@ -88,6 +88,8 @@ struct AttentionCall {
 class Executor {
  public:
   Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, std::string_view isa);
+  // With kernels that no name stands for: tests.
+  Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, const Kernels* kernels);
 
   const char* isa() const { return kernels_->isa; }
   int threads_count() const { return pool_.workers_count(); }

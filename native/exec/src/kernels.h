@@ -108,7 +108,10 @@ struct Kernels {
 
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
+const Kernels* avx_vnni_kernels();
 const Kernels* avx512_kernels();
+const Kernels* avx512_vnni_kernels();
 const Kernels* avx512_bf16_kernels();
+const Kernels* amx_kernels();
 
 }  // namespace freetoken::exec

@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "isa.h"
+#include "emulated_kernels.h"
 
 namespace {
 
@@ -19,10 +19,10 @@ using namespace freetoken::exec;
 
 class RowOps : public testing::TestWithParam<std::string> {
  protected:
-  const Kernels& kernels() const { return *select_kernels(GetParam()); }
+  const Kernels& kernels() const { return *test::kernels_named(GetParam()); }
 };
 
-INSTANTIATE_TEST_SUITE_P(EveryIsa, RowOps, testing::ValuesIn(available_isas()),
+INSTANTIATE_TEST_SUITE_P(EveryIsa, RowOps, testing::ValuesIn(test::tested_isas()),
                          [](const auto& tested) { return tested.param; });
 
 std::vector<float> random_floats(std::size_t count, unsigned seed, float spread = 1.0F,

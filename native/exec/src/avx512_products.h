@@ -1,0 +1,308 @@
+// Products with bf16 activations of the formats with scales, on AVX-512.
+//
+// A register of decoded codes ("unit") is one column of 16 rows in singles, or a pair of columns in
+// bf16. Within a group the even and the odd units have a sum each; at the group's end both, times
+// the scale, join the row's total. A tile of many tokens is decoded into the first-level cache once
+// and read from there for every panel; one panel takes the codes from the registers they were
+// decoded in. Both add the same numbers in the same order.
+#pragma once
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstring>
+
+#include "avx512_groups.h"
+#include "format_bf16.h"
+#include "kernels.h"
+#include "layout.h"
+#include "panel_by_32.h"
+#include "stream_codes.h"
+
+namespace freetoken::exec {
+namespace {
+
+// [unit][token] activations as Isa multiplies them, then [32 columns][token] their sums. Columns
+// are padded with zeros to a multiple of 32.
+template <class Isa>
+struct UnitPanel {
+  using Activation = typename Isa::Activation;
+  static constexpr std::size_t kUnitColumns = Isa::kSteps == 2 ? 1 : 2;
+  static constexpr std::size_t kUnits = kPanelColumns / kUnitColumns;  // of 32 columns
+
+  static std::size_t sums_offset(std::size_t columns, std::size_t width) {
+    return round_up(columns, kPanelColumns) / kUnitColumns * width * sizeof(Activation);
+  }
+
+  static std::size_t bytes(std::size_t columns, int width) {
+    const auto tokens = static_cast<std::size_t>(width);
+    return sums_offset(columns, tokens) + ceil_div(columns, kPanelColumns) * tokens * sizeof(float);
+  }
+
+  // Columns [32 index, + 32) of one token.
+  static void store(const Bf16* values, std::size_t index, std::size_t token, std::size_t width,
+                    std::size_t columns, std::byte* panel) {
+    Activation units[kUnits];
+    if constexpr (kUnitColumns == 1) {
+      Isa::store(units, Isa::load_bf16(values));
+      Isa::store(units + 16, Isa::load_bf16(values + 16));
+    } else {
+      std::memcpy(units, values, sizeof units);
+    }
+    auto* out = reinterpret_cast<Activation*>(panel) + index * kUnits * width + token;
+    for (std::size_t i = 0; i < kUnits; ++i) out[i * width] = units[i];
+    auto* sums = reinterpret_cast<float*>(panel + sums_offset(columns, width));
+    sums[index * width + token] =
+        Isa::reduce_add(Isa::add(Isa::load_bf16(values), Isa::load_bf16(values + 16)));
+  }
+};
+
+// Isa: Avx512Isa or one derived from it; Codes<Kind>: its decoding of a kind's codes.
+template <class Isa, template <WeightKind> class Codes>
+struct Avx512Products {
+  using F = typename Isa::F;
+  using W = typename Isa::W;
+  using Activation = typename Isa::Activation;
+  using Panel = UnitPanel<Isa>;
+  using Scales = RowScales<Avx512Isa>;
+  static constexpr std::size_t kUnitColumns = Panel::kUnitColumns;
+  static constexpr std::size_t kMaxWidth = 8;  // 16 sums within a group, 8 totals
+  // Columns of a decoded tile: 8 or 16 KiB, which leaves room for the activations.
+  static constexpr std::size_t kTileColumns = 256;
+  static constexpr std::size_t kTileGroups = kTileColumns / 16;
+
+  struct Tile {
+    alignas(64) W units[kTileColumns / kUnitColumns];
+    Scales scales[kTileGroups];
+    std::size_t groups_count;
+    std::size_t group_units;  // of every group but the last
+    std::size_t units_count;
+    bool has_minimum;
+    std::size_t sums_per_group;
+  };
+
+  // total <- total + scale * sum of the group - minimum * sum of its activations
+  template <std::size_t Width>
+  static inline __attribute__((always_inline)) void add_group(
+      const Scales& scales, const F (&part)[2][Width], bool has_minimum, std::size_t sums_per_group,
+      const float* sums, F (&total)[Width]) {
+#pragma GCC unroll 8
+    for (std::size_t t = 0; t < Width; ++t) {
+      total[t] = Isa::fma(scales.scale, Isa::add(part[0][t], part[1][t]), total[t]);
+    }
+    if (!has_minimum) return;
+#pragma GCC unroll 8
+    for (std::size_t t = 0; t < Width; ++t) {
+      float sum = sums[t];
+      for (std::size_t i = 1; i < sums_per_group; ++i) sum += sums[i * Width + t];
+      total[t] = Isa::fma(scales.minimum, Isa::set1(-sum), total[t]);
+    }
+  }
+
+  template <std::size_t Width>
+  static inline __attribute__((always_inline)) void clear(F (&sums)[Width]) {
+#pragma GCC unroll 8
+    for (std::size_t t = 0; t < Width; ++t) sums[t] = Isa::zero();
+  }
+
+  template <WeightKind Kind>
+  static inline __attribute__((always_inline)) Scales scales_of(const Avx512Groups<Kind>& groups,
+                                                                std::size_t group) {
+    Scales scales = groups.scales(group);
+    if constexpr (Codes<Kind>::kScaleFactor != 1.0F) {
+      scales.scale = Isa::mul(scales.scale, Isa::set1(Codes<Kind>::kScaleFactor));
+    }
+    return scales;
+  }
+
+  template <std::size_t Bytes>
+  static inline __attribute__((always_inline)) void prefetch(const std::byte* codes) {
+#pragma GCC unroll 4
+    for (std::size_t i = 0; i < Bytes; i += 64) Isa::prefetch(codes + i + kAheadBytes);
+  }
+
+  // One block for one panel.
+  template <WeightKind Kind, std::size_t Width>
+  static void direct(const WeightFormat& format, const std::byte* block, std::size_t columns,
+                     const std::byte* panel, float* acc) {
+    constexpr std::size_t kStepUnits = Codes<Kind>::kStepColumns / kUnitColumns;
+    const Avx512Groups<Kind> groups(format, block, columns);
+    const Codes<Kind> codec{};
+    const auto* x = reinterpret_cast<const Activation*>(panel);
+    const auto* sums = reinterpret_cast<const float*>(panel + Panel::sums_offset(columns, Width));
+    const std::size_t sums_per_group = groups.group_columns() / kPanelColumns;
+    F total[Width];
+    clear<Width>(total);
+    for (std::size_t group = 0; group < groups.count(); ++group) {
+      F part[2][Width];
+      clear<Width>(part[0]);
+      clear<Width>(part[1]);
+      const std::byte* codes = groups.codes(group);
+      const std::byte* end = codes + ceil_div(groups.columns(group), Codes<Kind>::kStepColumns) *
+                                         Codes<Kind>::kStepBytes;
+      do {
+        prefetch<Codes<Kind>::kStepBytes>(codes);
+        codec.step(
+            codes, [&](auto unit, W w) __attribute__((always_inline)) {
+              constexpr std::size_t kUnit = decltype(unit)::value;
+#pragma GCC unroll 8
+              for (std::size_t t = 0; t < Width; ++t) {
+                part[kUnit % 2][t] = Isa::accumulate(part[kUnit % 2][t], w, x + kUnit * Width + t);
+              }
+            });
+        codes += Codes<Kind>::kStepBytes;
+        x += kStepUnits * Width;
+      } while (codes != end);
+      add_group<Width>(scales_of<Kind>(groups, group), part, groups.has_minimum(), sums_per_group,
+                       sums, total);
+      sums += sums_per_group * Width;
+    }
+#pragma GCC unroll 8
+    for (std::size_t t = 0; t < Width; ++t) Isa::store(acc + t * kRowsPerBlock, total[t]);
+  }
+
+  // What every part of a block has in common; returns the number of groups that fit.
+  template <WeightKind Kind>
+  static std::size_t prepare(const Avx512Groups<Kind>& groups, Tile& tile) {
+    tile.group_units = groups.group_columns() / kUnitColumns;
+    tile.has_minimum = groups.has_minimum();
+    tile.sums_per_group = groups.group_columns() / kPanelColumns;
+    return kTileColumns / groups.group_columns();
+  }
+
+  // As many groups from `first` on as there are, and at most groups_step.
+  template <WeightKind Kind>
+  static void decode(const Avx512Groups<Kind>& groups, std::size_t first, std::size_t groups_step,
+                     Tile& tile) {
+    const std::size_t left = groups.count() - first;
+    tile.groups_count = left < groups_step ? left : groups_step;
+    constexpr std::size_t kStepUnits = Codes<Kind>::kStepColumns / kUnitColumns;
+    const Codes<Kind> codec{};
+    W* units = tile.units;
+    for (std::size_t i = 0; i < tile.groups_count; ++i) {
+      tile.scales[i] = scales_of<Kind>(groups, first + i);
+      const std::byte* codes = groups.codes(first + i);
+      const std::size_t steps = ceil_div(groups.columns(first + i), Codes<Kind>::kStepColumns);
+      for (std::size_t step = 0; step < steps; ++step) {
+        prefetch<Codes<Kind>::kStepBytes>(codes);
+        codec.step(
+            codes, [&](auto unit, W w)
+                       __attribute__((always_inline)) { units[decltype(unit)::value] = w; });
+        codes += Codes<Kind>::kStepBytes;
+        units += kStepUnits;
+      }
+    }
+    tile.units_count = static_cast<std::size_t>(units - tile.units);
+  }
+
+  // A decoded tile for one panel; its columns begin at first_column.
+  template <std::size_t Width>
+  static void from_tile(const Tile& tile, std::size_t first_column, std::size_t columns,
+                        const std::byte* panel, float* acc) {
+    const auto* x =
+        reinterpret_cast<const Activation*>(panel) + first_column / kUnitColumns * Width;
+    const auto* sums = reinterpret_cast<const float*>(panel + Panel::sums_offset(columns, Width)) +
+                       first_column / kPanelColumns * Width;
+    F total[Width];
+#pragma GCC unroll 8
+    for (std::size_t t = 0; t < Width; ++t) {
+      total[t] = first_column == 0 ? Isa::zero() : Isa::load(acc + t * kRowsPerBlock);
+    }
+    const W* units = tile.units;
+    const W* tile_end = units + tile.units_count;
+    for (std::size_t group = 0; group < tile.groups_count; ++group) {
+      F part[2][Width];
+      clear<Width>(part[0]);
+      clear<Width>(part[1]);
+      const W* end = group + 1 < tile.groups_count ? units + tile.group_units : tile_end;
+      for (; units != end; units += 2, x += 2 * Width) {
+#pragma GCC unroll 8
+        for (std::size_t t = 0; t < Width; ++t) {
+          part[0][t] = Isa::accumulate(part[0][t], units[0], x + t);
+        }
+#pragma GCC unroll 8
+        for (std::size_t t = 0; t < Width; ++t) {
+          part[1][t] = Isa::accumulate(part[1][t], units[1], x + Width + t);
+        }
+      }
+      add_group<Width>(tile.scales[group], part, tile.has_minimum, tile.sums_per_group, sums,
+                       total);
+      sums += tile.sums_per_group * Width;
+    }
+#pragma GCC unroll 8
+    for (std::size_t t = 0; t < Width; ++t) Isa::store(acc + t * kRowsPerBlock, total[t]);
+  }
+
+  using FromTile = void (*)(const Tile&, std::size_t, std::size_t, const std::byte*, float*);
+  static constexpr FromTile kFromTile[kMaxWidth] = {from_tile<1>, from_tile<2>, from_tile<3>,
+                                                    from_tile<4>, from_tile<5>, from_tile<6>,
+                                                    from_tile<7>, from_tile<8>};
+
+  // One block for several panels.
+  template <WeightKind Kind>
+  static void tiled(const WeightFormat& format, const std::byte* weights, int block,
+                    std::size_t columns, const DotPanel* panels, int panels_count) {
+    const Avx512Groups<Kind> groups(format, weights, columns);
+    Tile tile;
+    const std::size_t groups_step = prepare<Kind>(groups, tile);
+    for (std::size_t group = 0; group < groups.count(); group += groups_step) {
+      decode<Kind>(groups, group, groups_step, tile);
+      for (int i = 0; i < panels_count; ++i) {
+        const DotPanel& panel = panels[i];
+        float* acc = panel.acc + static_cast<std::size_t>(block * panel.width) * kRowsPerBlock;
+        kFromTile[panel.width - 1](tile, group * groups.group_columns(), columns, panel.data, acc);
+      }
+    }
+  }
+
+  template <WeightKind Kind>
+  static void blocks_of(const WeightFormat& format, const std::byte* weights, int blocks,
+                        std::size_t columns, const DotPanel* panels, int panels_count) {
+    using Direct =
+        void (*)(const WeightFormat&, const std::byte*, std::size_t, const std::byte*, float*);
+    static constexpr Direct kDirect[kMaxWidth] = {direct<Kind, 1>, direct<Kind, 2>, direct<Kind, 3>,
+                                                  direct<Kind, 4>, direct<Kind, 5>, direct<Kind, 6>,
+                                                  direct<Kind, 7>, direct<Kind, 8>};
+    const std::size_t block_bytes = format.block_bytes(columns);
+    const auto width = static_cast<std::size_t>(panels[0].width);
+    for (int block = 0; block < blocks; ++block, weights += block_bytes) {
+      if (panels_count == 1) {
+        const std::size_t offset = static_cast<std::size_t>(block) * width * kRowsPerBlock;
+        kDirect[width - 1](format, weights, columns, panels[0].data, panels[0].acc + offset);
+      } else {
+        tiled<Kind>(format, weights, block, columns, panels, panels_count);
+      }
+    }
+  }
+
+  static void dot(const WeightFormat& format, const std::byte* weights, int blocks,
+                  std::size_t columns, const DotPanel* panels, int panels_count) {
+    with_kind(format.kind, [&](auto kind) {
+      blocks_of<decltype(kind)::value>(format, weights, blocks, columns, panels, panels_count);
+    });
+  }
+
+  static constexpr ProductKernels table() {
+    return {.panel = {.bytes = Panel::bytes,
+                      .pack = PanelBy32<Panel>::pack,
+                      .put = PanelBy32<Panel>::put},
+            .max_width = static_cast<int>(kMaxWidth),
+            .dot = dot};
+  }
+};
+
+// bf16 weights and all others, with bf16 activations.
+template <class Isa, template <WeightKind> class Codes>
+const ProductTable& avx512_table() {
+  static constexpr ProductKernels kBf16Products = Bf16Format<Isa>::table();
+  static constexpr ProductKernels kProducts = Avx512Products<Isa, Codes>::table();
+  static constexpr ProductTable kTable = [] {
+    ProductTable table{};
+    for (auto& entry : table.exact) entry = &kProducts;
+    table.exact[static_cast<std::size_t>(WeightKind::kBf16)] = &kBf16Products;
+    return table;
+  }();
+  return kTable;
+}
+
+}  // namespace
+}  // namespace freetoken::exec

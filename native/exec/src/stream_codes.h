@@ -1,0 +1,18 @@
+// What the decoders of weight codes share.
+#pragma once
+#include <cstddef>
+#include <type_traits>
+
+namespace freetoken::exec {
+namespace {
+
+// A decoder hands on what it decoded in order, sink(Constant<i>{}, lanes) for i = 0, 1 ...
+template <int Value>
+using Constant = std::integral_constant<int, Value>;
+
+// Bytes ahead of the codes in use that are prefetched: the hardware's prefetcher stops at every
+// 4 KiB page, which at the pace of memory is used up in less than one access takes.
+inline constexpr std::size_t kAheadBytes = 4096;
+
+}  // namespace
+}  // namespace freetoken::exec

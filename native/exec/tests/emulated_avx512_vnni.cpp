@@ -1,0 +1,5 @@
+// The kernels for avx512_vnni over emulated instructions, which come first.
+// clang-format off
+#include "emulated_intrinsics.h"
+#include "emulated_names.h"
+#include "../src/kernels_avx512_vnni.cpp"
