@@ -7,6 +7,7 @@
 // side; in the others slots 0 and 2 are even, 1 and 3 odd columns of eight rows. So every row has
 // one sum of its even and one of its odd columns, which `rows` adds up at the very end; `spread`
 // arranges a number per row (0-7) for slot 0 or 1, and `once` a number for the even columns only.
+// Values are kUnit (a power of two) times the codes.
 #pragma once
 #include <immintrin.h>
 
@@ -63,6 +64,7 @@ inline __m256i both_lanes(__m128i lane) { return _mm256_broadcastsi128_si256(lan
 // A weight is 16 * value - kOffset.
 template <class Table>
 struct NibbleCodec : Interleaved {
+  static constexpr float kUnit = 1.0F;
   static constexpr std::size_t kStepColumns = 8;
   static constexpr std::size_t kStepBytes = 64;
   static constexpr bool kShifted = true;
@@ -139,14 +141,17 @@ struct UnsignedTable {
   static __m256i bytes() { return code_bytes(); }
 };
 
-// Byte `Byte` of every 32-bit lane, as a signed number.
+// 2^24 times byte `Byte` of every 32-bit lane, a signed number: left where a shift by at most three
+// bytes puts it, which spares the shift back.
 template <int Byte>
 inline __m256 signed_byte(__m256i lanes) {
   const __m256i top = Byte == 3 ? lanes : _mm256_slli_epi32(lanes, 24 - 8 * Byte);
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(top, 24));
+  const __m256i alone = Byte == 0 ? top : _mm256_and_si256(top, _mm256_set1_epi32(-0x1000000));
+  return _mm256_cvtepi32_ps(alone);
 }
 
 struct Int8Codec : Separate {
+  static constexpr float kUnit = 0x1p24F;
   static constexpr std::size_t kStepColumns = 8;
   static constexpr std::size_t kStepBytes = 128;
 
@@ -171,6 +176,7 @@ struct Int8Codec : Separate {
 
 // Four low bits in the order of the 4-bit formats, two high bits from a plane of their own.
 struct Q6KCodec : Separate {
+  static constexpr float kUnit = 0x1p24F;
   static constexpr std::size_t kStepColumns = 16;
   static constexpr std::size_t kStepBytes = 192;
 
@@ -217,6 +223,7 @@ struct Q6KCodec : Separate {
 // e4m3 as half precision with its exponent 8 too small: exact, subnormals too. The factor 2^8 is
 // in the scale.
 struct Fp8Codec : Interleaved {
+  static constexpr float kUnit = 1.0F;
   static constexpr bool kShifted = false;
   static constexpr int kOffset = 0;
   static constexpr std::size_t kStepColumns = 8;

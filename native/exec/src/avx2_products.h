@@ -143,9 +143,16 @@ struct Avx2Products {
 
   template <WeightFormat Format, int Slot>
   static inline __attribute__((always_inline)) void spread(const RowScales& rows, SlotScales& out) {
+    constexpr Offset kUse = offset_of(Format);
     out.scale[Slot] = Codec::template spread<Slot>(rows.scale[Slot / 2]);
-    if constexpr (offset_of(Format) != Offset::kNone) {
+    if constexpr (kUse != Offset::kNone) {
       out.offset[Slot] = Codec::template spread<Slot>(rows.offset[Slot / 2]);
+    }
+    if constexpr (Codec::kUnit != 1.0F) {
+      out.scale[Slot] = _mm256_mul_ps(out.scale[Slot], _mm256_set1_ps(1.0F / Codec::kUnit));
+    }
+    if constexpr (Codec::kUnit != 1.0F && kUse == Offset::kBeforeScale) {
+      out.offset[Slot] = _mm256_mul_ps(out.offset[Slot], _mm256_set1_ps(Codec::kUnit));
     }
   }
 
