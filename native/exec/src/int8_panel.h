@@ -88,7 +88,8 @@ struct Int8Panel {
       // A NaN stays the largest, so that it reaches the result.
       largest = magnitude <= largest ? largest : magnitude;
     }
-    const float inverse = largest > 0 ? 127.0F / largest : 0.0F;
+    // Numbers so small that the quotient is infinite count as zero; a NaN stays one.
+    const float inverse = largest > 1e-35F ? 127.0F / largest : largest * 0.0F;
     auto* codes = reinterpret_cast<std::int8_t*>(row) + first;
     std::int32_t sums[2] = {};
     for (std::size_t i = 0; i < kGroup; ++i) {
