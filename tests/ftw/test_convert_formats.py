@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from freetokend.core.errors import InvalidInputError, ModelDataError
+from freetokend.core.errors import InvalidInputError, ModelDataError, Reason, ResourceError
 from freetokend.ftw.convert import ConvertProgress, convert
 from freetokend.ftw.formats import parse_format, record_layout
 from freetokend.ftw.index import read_index
@@ -28,6 +30,7 @@ from tests.ftw.schemes import test_fp8
 from tests.ftw.schemes.checkpoints import write_quantised
 from tests.ftw.test_convert import expert_of
 from tests.ftw.test_quantise import ERRORS
+from tests.ftw.test_verify import flipped
 from tests.support.tiny_checkpoints import write_tiny_mixtral, write_tiny_qwen3_moe
 
 # Experts and other linear layers, and what the checkpoint looks like.
@@ -334,3 +337,43 @@ def test_qwen_with_dense_layers(tmp_path: Path) -> None:
     assert index.tensors["model.layers.1.mlp.gate_proj.weight"].dtype == "int8_g32_f16"
     assert index.tensors["model.layers.0.self_attn.q_proj.bias"].dtype == "f32"
     assert index.tensors["model.layers.0.mlp.gate.weight"].dtype == "f32"
+
+
+def test_a_full_disk_and_a_changed_source_of_a_quantised_conversion(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    target, formats = tmp_path / "model", wanted("nvfp4", "int8_g32_f16")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", fail)
+        with pytest.raises(ResourceError, match="No space left") as caught:
+            convert(source, target, wanted=formats)
+    assert caught.value.reason is Reason.DISK_SPACE
+    assert not target.exists()
+
+    def touch(_: ConvertProgress) -> None:
+        os.utime(source / "model.safetensors", ns=(7, 7))
+
+    with pytest.raises(ModelDataError, match="changed while it was converted"):
+        convert(source, target, progress=touch, wanted=formats)
+    assert not target.exists()
+    assert convert(source, target, wanted=formats) == read_index(target)
+
+
+def test_a_flipped_and_a_short_shard_of_a_quantised_model(source: Path, tmp_path: Path) -> None:
+    index = convert(source, tmp_path / "model", wanted=wanted("nvfp4", "fp8_block"))
+    bank = index.expert_bank
+    record = bank.record_offset_bytes(bank.expert_id(1, 3))
+    shard = index.shards[0]
+    # A scale of the first super-group: one bit changes 16 weights.
+    with flipped(tmp_path / "model", index, record):
+        (damage,) = verify(tmp_path / "model")
+    assert "experts" in damage.tensors
+    assert any(part.layer_index == 2 for part in damage.experts)
+    assert verify(tmp_path / "model") == []
+    os.truncate(tmp_path / "model" / shard.file, record - shard.offset_bytes)
+    (damage,) = verify(tmp_path / "model")
+    assert "cut short" in damage.problem
+    assert "layer 2 expert 3 to layer 2 expert 7" in damage.problem
