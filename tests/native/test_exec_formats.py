@@ -218,7 +218,7 @@ def test_every_activation_with_biases(
     name: str, rng: np.random.Generator, executors: list[Executor]
 ) -> None:
     multiple = parse_format(name).column_multiple
-    hidden, inner = max(multiple, 96), max(multiple, 64)
+    hidden, inner = -(-96 // multiple) * multiple, -(-64 // multiple) * multiple
     bank = FormatBank(
         rng,
         name,
