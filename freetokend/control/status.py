@@ -103,6 +103,8 @@ def _describe(message: pb.Status, state: ServiceState, engine: EngineDescription
             moe_layers_count=engine.moe_layers_count,
             experts_per_layer_count=engine.experts_per_layer_count,
             bytes_per_expert=engine.bytes_per_expert,
+            expert_format=engine.expert_format,
+            dense_formats=engine.dense_formats,
         )
     )
     message.device.CopyFrom(
@@ -113,6 +115,9 @@ def _describe(message: pb.Status, state: ServiceState, engine: EngineDescription
             backend_reason=engine.backend_reason,
             kernel=engine.kernel,
             threads_count=engine.threads_count,
+            cpus=engine.cpus,
+            threads_reason=engine.threads_reason,
+            numerics=engine.numerics,
         )
     )
     message.pool.CopyFrom(

@@ -30,6 +30,7 @@ class HostFiles:
     cgroup_root: Path = Path("/sys/fs/cgroup")
     cpu_root: Path = Path("/sys/devices/system/cpu")
     pci_root: Path = Path("/sys/bus/pci/devices")
+    node_root: Path = Path("/sys/devices/system/node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,21 @@ def physical_cores_count(files: HostFiles, cpus: Sequence[int]) -> int:
     """Distinct cores among `cpus`; a CPU without known topology counts as one."""
     known = cores_of(files, cpus)
     return len(set(known.values())) + sum(cpu not in known for cpu in cpus)
+
+
+def numa_nodes(files: HostFiles, cpus: Iterable[int]) -> tuple[int, ...]:
+    """The NUMA nodes of `cpus`, in order; none where the kernel tells of none."""
+    wanted = set(cpus)
+    try:
+        names = [entry.name for entry in files.node_root.iterdir()]
+    except OSError:
+        return ()
+    nodes = [int(name[4:]) for name in names if name.startswith("node") and name[4:].isdecimal()]
+    return tuple(
+        node
+        for node in sorted(nodes)
+        if wanted.intersection(_cpu_list(_text(files.node_root / f"node{node}/cpulist") or ""))
+    )
 
 
 def cpu_quota_count(files: HostFiles) -> float | None:
@@ -209,6 +225,14 @@ def _quota_count(group: Path) -> float | None:
     if len(fields) != 2 or not all(field.isdecimal() for field in fields):
         return None  # "max" in version 2, -1 in version 1
     return int(fields[0]) / max(int(fields[1]), 1)
+
+
+def _cpu_list(text: str) -> Iterable[int]:
+    """The kernel's "0-3,8"."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal():
+            yield from range(int(first), int(last if last.isdecimal() else first) + 1)
 
 
 def _driver_name(device: Path) -> str:

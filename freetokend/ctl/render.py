@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.core.units import format_bytes, format_bytes_per_s, format_seconds
 
@@ -95,7 +97,10 @@ def _model(status: pb.Status) -> str:
         )
     elif model.layers_count:
         parts.append(f"{model.layers_count} layers")
-    return ", ".join(parts)
+    formats = [f"experts in {model.expert_format}"] if model.expert_format else []
+    if model.dense_formats:
+        formats.append(f"the rest in {' and '.join(model.dense_formats)}")
+    return "; ".join([", ".join(parts), *([", ".join(formats)] if formats else [])])
 
 
 def _device(status: pb.Status) -> str:
@@ -106,10 +111,31 @@ def _device(status: pb.Status) -> str:
     parts = [f"{device.device}{name}"]
     if device.kernel:
         parts.append(device.kernel)
+    if device.numerics:
+        parts.append(f"{device.numerics} numerics")
     if device.threads_count:
-        parts.append(f"{device.threads_count} threads")
+        parts.append(_threads(device))
     why = f"; backend {device.backend}: {device.backend_reason}" if device.backend_reason else ""
     return ", ".join(parts) + why
+
+
+def _threads(device: pb.DeviceStatus) -> str:
+    count = device.threads_count
+    text = f"{count} thread{'' if count == 1 else 's'}"
+    if device.cpus:
+        text += f" on CPU{'' if len(device.cpus) == 1 else 's'} {_ranges(device.cpus)}"
+    return f"{text} ({device.threads_reason})" if device.threads_reason else text
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """ "0-3,8": runs of numbers in the kernel's notation."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _pool(status: pb.Status) -> str:

@@ -204,6 +204,7 @@ class Service:
                 log_format=config.log.format,
                 pin_pool=engine.pin_pool,
                 backend=engine.backend,
+                numerics=engine.numerics,
             ),
         )
 

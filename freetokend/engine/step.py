@@ -5,20 +5,23 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from freetokend.engine.sampling import NotNumbersError, sample_row
-from freetokend.engine.work import SequenceOutcome, SequenceWork, StepOutcome, StepWork
+from freetokend.engine.sampling import sample_sequences
+from freetokend.engine.work import StepOutcome, StepWork
 from freetokend.kvcache.batch import KvStore, SequenceSpan, kv_batch
-from freetokend.native.sampling import Sampler
+from freetokend.native.executor import Executor
 from freetokend.tensor.protocols import StepInput, StepRunner
 
 
 class Engine:
-    """StepEngine over a model and its KV memory. Holds no state of any sequence."""
+    """StepEngine over a model and its KV memory. Holds no state of any sequence.
 
-    def __init__(self, program: StepRunner, kv: KvStore) -> None:
+    `executor`'s threads choose the tokens.
+    """
+
+    def __init__(self, program: StepRunner, kv: KvStore, executor: Executor) -> None:
         self._program = program
         self._kv = kv
-        self._sampler = Sampler()
+        self._executor = executor
 
     @torch.inference_mode()
     def run(self, work: StepWork) -> StepOutcome:
@@ -44,20 +47,10 @@ class Engine:
             logits_index=torch.from_numpy(ends[sampled].astype(np.int64) - 1),
         )
         logits = self._program.forward(step, self._kv.view(batch))
-        rows = logits.to(torch.float32).numpy()
         return StepOutcome(
-            outcomes=tuple(
-                self._outcome(sequences[index], row)
-                for index, row in zip(sampled, rows, strict=True)
+            outcomes=sample_sequences(
+                self._executor,
+                logits.to(torch.float32).numpy(),
+                [sequences[index] for index in sampled],
             )
         )
-
-    def _outcome(
-        self, sequence: SequenceWork, row: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-    ) -> SequenceOutcome:
-        draw_index = sequence.draw_index or 0
-        try:
-            token_id = sample_row(self._sampler, row, sequence.sampling, draw_index)
-        except NotNumbersError as error:
-            return SequenceOutcome(key=sequence.key, token_id=None, error=str(error))
-        return SequenceOutcome(key=sequence.key, token_id=token_id)

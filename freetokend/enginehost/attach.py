@@ -47,10 +47,12 @@ def attach_pool(
     *,
     progress: Callable[[int, int], None],
     cancel: threading.Event,
+    nodes: tuple[int, ...] = (),
 ) -> AttachedPool:
     """Map the pool; fill it unless its header says that it holds this very content.
 
-    The mark is written last and the mapping is read-only from then on. Raises PoolMismatchError
+    The mark is written last and the mapping is read-only from then on. The pages of a pool that is
+    filled are spread over the NUMA `nodes` of the CPUs that will read it. Raises PoolMismatchError
     (the file has another length), ResourceError (memory, disk), ModelDataError, and
     CancelledRequestError when `cancel` was set.
     """
@@ -77,6 +79,7 @@ def attach_pool(
             )
             for path, shard in zip(directory.shard_paths(), index.shards, strict=True)
         ]
+        notes.extend(_spread(mapping, nodes))
         result = mapping.load(shards, progress, cancel=cancel)
         mapping.mark_filled()
         load_s, load_bytes_per_s = result.elapsed_s, result.bytes_per_s
@@ -89,6 +92,18 @@ def attach_pool(
         load_s=load_s,
         load_bytes_per_s=load_bytes_per_s,
         notes=tuple(notes),
+    )
+
+
+def _spread(mapping: PoolMapping, nodes: tuple[int, ...]) -> tuple[str, ...]:
+    """Every thread reads every part of the weights: one node's memory would be the bottleneck."""
+    error_number = mapping.interleave(nodes) if len(nodes) > 1 else 0
+    if error_number == 0:
+        return ()
+    named = ", ".join(str(node) for node in nodes)
+    return (
+        f"The weights could not be spread over the NUMA nodes {named} "
+        f"({os.strerror(error_number)}), so they are read at the speed of fewer nodes.",
     )
 
 

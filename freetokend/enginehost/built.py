@@ -12,6 +12,7 @@ from freetokend.engine.work import StepEngine
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.link.messages import EngineSettings
+from freetokend.native.executor import Numerics
 from freetokend.policy.kv_sizing import KvPlan
 from freetokend.scheduler.scheduler import Scheduler
 
@@ -20,6 +21,8 @@ from freetokend.scheduler.scheduler import Scheduler
 class BuiltEngine:
     """Everything that serves, and the numbers it was made with.
 
+    `numerics` is what is computed, whatever was asked; `dense_formats`: the weight formats of all
+    matrices but the experts', the one with most bytes first.
     `finished_ops` counts what the engine has computed and grows during a step; from any thread.
     """
 
@@ -29,6 +32,8 @@ class BuiltEngine:
     facts: ModelFacts
     kv_plan: KvPlan
     kernel: str
+    numerics: Numerics
+    dense_formats: tuple[str, ...]
     threads_count: int
     expert_executions: Callable[[], int]
     finished_ops: Callable[[], int]

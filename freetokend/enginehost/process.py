@@ -22,12 +22,12 @@ from freetokend.core.errors import (
     Reason,
     reaction,
 )
-from freetokend.core.host_facts import HostFiles, cpu_name, read_host_memory
+from freetokend.core.host_facts import HostFiles, cpu_name, numa_nodes, read_host_memory
 from freetokend.core.logs import EventLogger, logger, set_up_logging
 from freetokend.enginehost.attach import AttachedPool, attach_pool
 from freetokend.enginehost.backend import BackendChoice, choose_backend, find_gpus
 from freetokend.enginehost.built import BuiltEngine, EngineBuilder
-from freetokend.enginehost.host_facts import read_cpu_choice
+from freetokend.enginehost.host_facts import CpuChoice, read_cpu_choice
 from freetokend.enginehost.inbox import Inbox, Incoming
 from freetokend.enginehost.loop import StepLoop
 from freetokend.enginehost.probe import TokenProbe
@@ -176,15 +176,16 @@ class _Host:
         backend = choose_backend(settings.backend, find_gpus())
         self._tell(LoadStage.ATTACH)
         directory = FtwDirectory(model_dir)
+        cpus = read_cpu_choice(self._files, settings.threads_count)
         attached = attach_pool(
             pool,
             directory,
             read_host_memory(self._files),
+            nodes=numa_nodes(self._files, cpus.cpus),
             progress=self._reading,
             cancel=self._inbox.stop,
         )
         self._tell(LoadStage.PREPARE)
-        cpus = read_cpu_choice(self._files, settings.threads_count)
         build = self._heavy.builder()
         built = build(
             directory,
@@ -209,12 +210,15 @@ class _Host:
         )
         self._live.source = loop.stats
         client.set_busy(False)
-        described = self._describe(directory, attached, built, backend, first_token_s)
+        described = self._describe(directory, attached, built, backend, first_token_s, cpus)
         client.send(described)
         self._log.info(
             "engine-ready",
             backend=described.backend,
             kernel=described.kernel,
+            numerics=described.numerics,
+            expert_format=described.expert_format,
+            dense_formats=",".join(described.dense_formats),
             cpus=",".join(str(cpu) for cpu in cpus.cpus),
             threads_reason=cpus.reason,
             pool_page_bytes=described.pool_page_bytes,
@@ -242,6 +246,7 @@ class _Host:
         built: BuiltEngine,
         backend: BackendChoice,
         first_token_s: float,
+        cpus: CpuChoice,
     ) -> EngineDescription:
         bank = directory.index.expert_bank
         return EngineDescription(
@@ -267,6 +272,11 @@ class _Host:
             experts_per_layer_count=bank.experts_per_layer_count,
             bytes_per_expert=bank.record_bytes,
             max_running_count=self._settings.max_running_count,
+            numerics=built.numerics,
+            expert_format=bank.format if bank.experts_count else "",
+            dense_formats=built.dense_formats,
+            cpus=cpus.cpus,
+            threads_reason=cpus.reason,
             notes=(*backend.notes, *attached.notes, *built.notes),
         )
 

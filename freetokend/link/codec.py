@@ -207,6 +207,7 @@ def _encode_settings(settings: EngineSettings) -> pb.Welcome:
         log_format=settings.log_format,
         pin_pool=settings.pin_pool,
         backend=settings.backend,
+        numerics=settings.numerics,
     )
 
 
@@ -223,6 +224,7 @@ def _decode_settings(welcome: pb.Welcome) -> EngineSettings:
         log_format=welcome.log_format,
         pin_pool=welcome.pin_pool,
         backend=welcome.backend,
+        numerics=welcome.numerics,
     )
 
 
@@ -354,6 +356,11 @@ def _encode_description(description: EngineDescription) -> pb.Ready:
         bytes_per_expert=description.bytes_per_expert,
         notes=description.notes,
         max_running_count=description.max_running_count,
+        numerics=description.numerics,
+        expert_format=description.expert_format,
+        dense_formats=description.dense_formats,
+        cpus=description.cpus,
+        threads_reason=description.threads_reason,
     )
 
 
@@ -380,5 +387,10 @@ def _decode_description(ready: pb.Ready) -> EngineDescription:
         experts_per_layer_count=ready.experts_per_layer_count,
         bytes_per_expert=ready.bytes_per_expert,
         max_running_count=ready.max_running_count,
+        numerics=ready.numerics,
+        expert_format=ready.expert_format,
+        dense_formats=tuple(ready.dense_formats),
+        cpus=tuple(ready.cpus),
+        threads_reason=ready.threads_reason,
         notes=tuple(ready.notes),
     )

@@ -94,7 +94,11 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
-    """What a ready engine says of itself (proto `Ready`)."""
+    """What a ready engine says of itself (proto `Ready`).
+
+    `numerics` is what is really computed, "exact" or "fast"; formats are names of weight formats,
+    `expert_format` "" without experts; `threads_reason` says why it is these `cpus`.
+    """
 
     model: str
     device: str
@@ -117,6 +121,11 @@ class EngineDescription:
     experts_per_layer_count: int
     bytes_per_expert: int
     max_running_count: int
+    numerics: str
+    expert_format: str
+    dense_formats: tuple[str, ...]
+    cpus: tuple[int, ...]
+    threads_reason: str
     notes: tuple[str, ...] = ()
 
 
@@ -159,6 +168,7 @@ class EngineSettings:
     log_format: str = "text"
     pin_pool: bool = True
     backend: str = "auto"
+    numerics: str = "exact"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

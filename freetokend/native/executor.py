@@ -121,6 +121,11 @@ class Executor:
         """Threads of a call, the calling one included."""
         return self._threads_count
 
+    def has_fast(self, weight_format: str) -> bool:
+        """Whether numerics "fast" changes products of this format on this instruction set."""
+        with faults():
+            return self.native.has_fast(weight_format)
+
     def close(self) -> None:
         """Ends the threads. No call may be in progress; later calls raise InternalError."""
         self._native = None

@@ -416,6 +416,10 @@ class PoolMapping:
             )
         return self._mapping.view(POOL_DATA_OFFSET + offset_bytes, length_bytes)
 
+    def interleave(self, nodes: Sequence[int]) -> int:
+        """Spread pages that are touched from now on over NUMA nodes; 0, or the errno."""
+        return self._mapping.interleave(list(nodes))
+
     def pages(self) -> host.MappingPages:
         """How the mapping is backed now; walks its page tables (milliseconds per GiB)."""
         return host.mapping_pages(self._mapping.address, self._mapping.length_bytes)

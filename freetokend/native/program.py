@@ -143,6 +143,11 @@ class Program:
         """Ops finished since the program was made; from any thread, also during a run."""
         return self._native.finished_ops_count
 
+    @property
+    def arena_bytes(self) -> int:
+        """What all buffers take, for the largest step so far."""
+        return self._native.arena_bytes
+
     def prepare(self, inputs: StepInputs, kv: KvPages) -> _exec.Step:
         """A step to run; makes room for it. What `inputs` points at must outlive the step."""
         with faults():

@@ -1,4 +1,4 @@
-"""Choosing a token from a row of logits: typed face of the `_exec` extension module.
+"""Choosing tokens from rows of logits: typed face of the `_exec` extension module.
 
 A row's result depends on the row, the parameters and the draw index only, never on other rows,
 threads or the instruction set. Filters, in this order: temperature, top_k (keeps every token that
@@ -10,10 +10,26 @@ the draw index as counter, as numpy's `Philox(key=seed, counter=draw_index).rand
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from freetokend.core.errors import InternalError, ResourceError
 from freetokend.native import _exec
+from freetokend.native.executor import Executor, faults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """How to choose from one row; seed and draw_index: 64 bits.
+
+    `temperature` 0 takes the best token, the lowest id among equals; a negative top_k is off.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    draw_index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,44 +43,20 @@ class Sample:
     peak: float
 
 
-class Sampler:
-    """Working memory for one caller at a time; grows to the largest vocabulary seen."""
+def sample_rows(
+    executor: Executor, logits: int, *, vocab_size: int, rows: Sequence[RowSampling]
+) -> list[Sample]:
+    """Every row in one call, spread over the executor's threads.
 
-    def __init__(self) -> None:
-        self._native = _exec.Sampler()
-
-    def sample_row(
-        self,
-        logits: int,
-        *,
-        vocab_size: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        seed: int,
-        draw_index: int,
-    ) -> Sample:
-        """logits: address of fp32 [vocab_size]; seed and draw_index: 64 bits.
-
-        `temperature` 0 takes the best token, the lowest id among equals. Raises InternalError for
-        parameters that are negative or NaN (a negative top_k is off) or a second caller.
-        """
-        try:
-            token_id, numbers, peak = self._native.sample_row(
-                logits,
-                vocab_size=vocab_size,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                seed=seed,
-                draw_index=draw_index,
-            )
-        except (ValueError, TypeError) as error:
-            raise InternalError(f"sampling called wrongly: {error}") from error
-        except MemoryError as error:
-            raise ResourceError("no memory for the sampler's working buffers") from error
-        except RuntimeError as error:
-            raise InternalError(f"sampling: {error}") from error
-        return Sample(token_id=token_id if numbers else None, peak=peak)
+    logits: address of fp32 [len(rows), vocab_size]. Raises InternalError for parameters that are
+    negative or NaN, or while another thread uses the executor.
+    """
+    asked = [
+        (one.temperature, one.top_k, one.top_p, one.min_p, one.seed, one.draw_index) for one in rows
+    ]
+    with faults():
+        found = _exec.sample_rows(executor.native, logits, vocab_size=vocab_size, rows=asked)
+    return [
+        Sample(token_id=token_id if numbers else None, peak=peak)
+        for token_id, numbers, peak in found
+    ]

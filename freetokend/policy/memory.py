@@ -47,12 +47,19 @@ class MemoryPreflight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What decides the size of one step's temporary tensors."""
+    """What decides the size of one step's temporary memory.
+
+    token_bytes, output_bytes: what the step program's buffers take per token, and per token whose
+    logits are wanted; widest_size: columns of the widest activation that a matrix is applied to.
+    """
 
     step_tokens: int
     max_running_count: int
+    threads_count: int
+    token_bytes: int
+    output_bytes: int
+    widest_size: int
     hidden_size: int
-    attention_size: int
     experts_per_token_count: int
     expert_size: int
     vocab_size: int
@@ -61,17 +68,20 @@ class StepShape:
 def step_workspace_bytes(shape: StepShape) -> int:
     """Upper bound of what one step allocates besides keys and values.
 
-    Per token: residual stream and its neighbours, query, keys, values and attention output, and
-    of each routed expert its activations and its fp32 result. Per sampled row: its logits in fp32
-    and the sampler's three float64 arrays.
+    Per token: the program's buffers, the activations arranged for a product (fp32 and their sums),
+    and of each routed expert its inputs and inner activations in that arrangement and its fp32
+    result. Per sampled row: its buffers and a copy of its logits. Per thread: a weight and an index
+    of each token of the vocabulary, to sample from. Memory that grows takes a quarter more than
+    asked.
     """
     per_token = (
-        8 * 4 * shape.hidden_size
-        + 4 * 4 * shape.attention_size
-        + shape.experts_per_token_count * (4 * shape.hidden_size + 8 * shape.expert_size)
+        shape.token_bytes
+        + 5 * shape.widest_size
+        + shape.experts_per_token_count * (9 * shape.hidden_size + 5 * shape.expert_size)
     )
-    per_row = shape.vocab_size * (4 + 3 * 8)
-    return shape.step_tokens * per_token + shape.max_running_count * per_row
+    per_row = shape.output_bytes + 4 * shape.vocab_size
+    grown_bytes = shape.step_tokens * per_token + shape.max_running_count * per_row
+    return grown_bytes + -(-grown_bytes // 4) + shape.threads_count * 8 * shape.vocab_size
 
 
 def host_memory_preflight(memory: HostMemory, demand: MemoryDemand) -> MemoryPreflight:

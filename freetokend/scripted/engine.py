@@ -122,6 +122,11 @@ class ScriptedEngine:
             experts_per_layer_count=1,
             bytes_per_expert=4096,
             max_running_count=settings.max_running_count,
+            numerics=settings.numerics,
+            expert_format="",
+            dense_formats=(),
+            cpus=(),
+            threads_reason="",
             notes=("this engine is scripted: it computes nothing",),
         )
         return replace(described, **self._script.description)

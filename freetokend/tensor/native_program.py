@@ -46,6 +46,9 @@ _DTYPES: Final = {
     Element.INDEX: torch.int32,
 }
 
+# Every buffer starts at a cache line.
+_LINE_BYTES: Final = 64
+
 
 @runtime_checkable
 class PagedKvView(Protocol):
@@ -89,7 +92,7 @@ class NativeProgram:
         self._observer = observer
         self._fast = numerics == "fast"
         self._ropes: dict[tuple[RopeConfig, int], RopeTable] = {}
-        self._native = Program([_buffer_spec(one) for one in program.buffers], experts)
+        self._native = Program(native_buffers(program), experts)
         for op in program.ops:
             self._add(op, weights)
         weights.check_consumed()
@@ -265,6 +268,20 @@ class NativeProgram:
 
     def _width(self, buffer: int) -> int:
         return self._program.buffers[buffer].width
+
+
+def buffer_row_bytes(program: StepProgram, rows: Rows) -> int:
+    """Upper bound of what a native program's buffers with these rows take for each of them."""
+    return sum(
+        -(-_buffer_spec(one).row_bytes // _LINE_BYTES) * _LINE_BYTES
+        for one in program.buffers
+        if one.rows is rows
+    )
+
+
+def native_buffers(program: StepProgram) -> list[BufferSpec]:
+    """What the native program's memory is made for."""
+    return [_buffer_spec(one) for one in program.buffers]
 
 
 def _buffer_spec(buffer: Buffer) -> BufferSpec:

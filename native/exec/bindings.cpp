@@ -142,6 +142,12 @@ void bind_executor(py::module_& module) {
       .def(py::init(&make_executor), "cpus"_a, py::kw_only(), "spin_s"_a, "isa"_a)
       .def_property_readonly("isa", [](const Executor& executor) { return executor.isa(); })
       .def_property_readonly("threads_count", &Executor::threads_count)
+      .def(
+          "has_fast",
+          [](const Executor& executor, const std::string& weight_format) {
+            return executor.has_fast(parse_weight_format(weight_format));
+          },
+          "weight_format"_a)
       .def("linear", &linear, Release(), "x"_a, "w"_a, "y"_a, py::kw_only(), "tokens"_a,
            "in_features"_a, "out_features"_a, "bias"_a, "weight_format"_a, "fast"_a)
       .def("experts", &experts, Release(), "x"_a, "expert_ids"_a, "weights"_a, "y"_a, py::kw_only(),

@@ -226,6 +226,7 @@ void bind_program(py::module_& module) {
   py::class_<Program> program(module, "Program");
   program.def(py::init(&make_program), "buffers"_a, "experts"_a, py::keep_alive<1, 3>())
       .def_property_readonly("ops_count", &Program::ops_count)
+      .def_property_readonly("arena_bytes", &Program::arena_bytes)
       .def_property_readonly("finished_ops_count", &Program::finished_ops_count)
       .def(
           "buffer",

@@ -1,13 +1,15 @@
 #include "bindings_sampling.h"
 
-#include <atomic>
+#include <pybind11/stl.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <tuple>
+#include <vector>
 
-#include "src/exclusive.h"
+#include "bindings.h"
+#include "src/executor.h"
 #include "src/sampling.h"
-#include "src/validate.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -15,39 +17,38 @@ using namespace freetoken::exec;
 
 namespace {
 
-// A scratch that refuses a second caller.
-class Sampler {
- public:
-  std::tuple<std::int64_t, bool, float> sample_row(std::uintptr_t logits, std::size_t vocab_size,
-                                                   double temperature, std::int64_t top_k,
-                                                   double top_p, double min_p, std::uint64_t seed,
-                                                   std::uint64_t draw_index) {
-    const Exclusive exclusive(busy_);
-    require(logits != 0, "sample_row: null address");
-    require(vocab_size > 0 && vocab_size <= UINT32_MAX,
-            "sample_row: vocab_size must be positive and below 2^32");
-    require(temperature >= 0 && top_p >= 0 && min_p >= 0,
-            "sample_row: temperature, top_p and min_p must be numbers that are not negative");
-    const SamplingParams params{
-        .temperature = temperature, .top_k = top_k, .top_p = top_p, .min_p = min_p, .seed = seed};
-    // NOLINTNEXTLINE(performance-no-int-to-ptr): the interface
-    const auto* row = reinterpret_cast<const float*>(logits);
-    const SampleResult result =
-        freetoken::exec::sample_row(row, vocab_size, params, draw_index, scratch_);
-    return {result.token, result.numbers, result.peak};
-  }
+// temperature, top_k, top_p, min_p, seed, draw index
+using Row = std::tuple<double, std::int64_t, double, double, std::uint64_t, std::uint64_t>;
+// token, whether the row is numbers, largest logit
+using Choice = std::tuple<std::int64_t, bool, float>;
 
- private:
-  std::atomic<bool> busy_{false};
-  SamplingScratch scratch_;
-};
+std::vector<Choice> sample(Executor& executor, Address logits, std::size_t vocab_size,
+                           const std::vector<Row>& rows) {
+  std::vector<SamplingParams> params;
+  std::vector<std::uint64_t> draws;
+  params.reserve(rows.size());
+  draws.reserve(rows.size());
+  for (const auto& [temperature, top_k, top_p, min_p, seed, draw_index] : rows) {
+    params.push_back(
+        {.temperature = temperature, .top_k = top_k, .top_p = top_p, .min_p = min_p, .seed = seed});
+    draws.push_back(draw_index);
+  }
+  std::vector<SampleResult> results(rows.size());
+  executor.sample({.logits = at<const float>(logits),
+                   .params = params.data(),
+                   .draw_index = draws.data(),
+                   .out = results.data(),
+                   .rows = rows.size(),
+                   .vocab = vocab_size});
+  std::vector<Choice> choices;
+  choices.reserve(results.size());
+  for (const SampleResult& one : results) choices.emplace_back(one.token, one.numbers, one.peak);
+  return choices;
+}
 
 }  // namespace
 
 void bind_sampling(py::module_& module) {
-  py::class_<Sampler>(module, "Sampler")
-      .def(py::init<>())
-      .def("sample_row", &Sampler::sample_row, py::call_guard<py::gil_scoped_release>(), "logits"_a,
-           py::kw_only(), "vocab_size"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
-           "seed"_a, "draw_index"_a);
+  module.def("sample_rows", &sample, py::call_guard<py::gil_scoped_release>(), "executor"_a,
+             "logits"_a, py::kw_only(), "vocab_size"_a, "rows"_a);
 }

@@ -81,6 +81,7 @@ void bind_mapping(py::module_& m) {
           [](const fh::Mapping& self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
       .def_property_readonly("length_bytes", &fh::Mapping::length_bytes)
       .def("advise_huge", &fh::Mapping::advise_huge)
+      .def("interleave", &fh::Mapping::interleave, py::arg("nodes"))
       .def("protect_read_only", &fh::Mapping::protect_read_only,
            py::call_guard<py::gil_scoped_release>())
       .def("store_u64", &fh::Mapping::store_u64, py::arg("offset_bytes"), py::arg("value"))

@@ -1,8 +1,12 @@
 #include "mapping.hpp"
 
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cerrno>
+#include <climits>
 #include <stdexcept>
 #include <system_error>
 
@@ -53,6 +57,23 @@ Mapping::~Mapping() {
 
 int Mapping::advise_huge() const {
   return ::madvise(data_, length_bytes_, MADV_HUGEPAGE) == 0 ? 0 : errno;
+}
+
+int Mapping::interleave(const std::vector<int>& nodes) const {
+  constexpr int kNodesLimit = 1024;  // the kernel's largest CONFIG_NODES_SHIFT
+  constexpr std::size_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
+  if (data_ == nullptr) throw std::logic_error("the pool mapping is closed");
+  unsigned long mask[kNodesLimit / kWordBits] = {};
+  for (const int node : nodes) {
+    if (node < 0 || node >= kNodesLimit) return EINVAL;
+    const auto bit = static_cast<std::size_t>(node);
+    mask[bit / kWordBits] |= 1UL << bit % kWordBits;
+  }
+  // The policy of a shared mapping belongs to the file, so it holds for every thread and process.
+  // glibc has no wrapper. The kernel reads one bit less than it is told.
+  const long result =
+      ::syscall(SYS_mbind, data_, length_bytes_, MPOL_INTERLEAVE, mask, kNodesLimit + 1, 0);
+  return result == 0 ? 0 : errno;
 }
 
 void Mapping::protect_read_only() {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace freetoken::host {
 
@@ -24,6 +25,9 @@ class Mapping {
 
   // 0, or the errno of madvise: huge pages are a wish, not a condition.
   [[nodiscard]] int advise_huge() const;
+  // Pages touched from here on are spread over these NUMA nodes in turn, whoever touches them.
+  // 0, or an errno.
+  [[nodiscard]] int interleave(const std::vector<int>& nodes) const;
   // From here on a stray write is a fault instead of a wrong answer. Throws std::system_error.
   void protect_read_only();
   // Publishes `value` at `offset_bytes` (a multiple of 8) after every write made before.

@@ -48,6 +48,11 @@ DESCRIPTION = EngineDescription(
     experts_per_layer_count=8,
     bytes_per_expert=5 << 20,
     max_running_count=64,
+    numerics="fast",
+    expert_format="mxfp4",
+    dense_formats=("int8_g32_f16", "bf16"),
+    cpus=(0, 1, 2, 3),
+    threads_reason="one per physical core",
 )
 PINNED = EngineStats(pool_pinned_bytes=10 << 30, pool_bytes=10 << 30, pin_done=True)
 

@@ -51,6 +51,11 @@ async def test_status_shows_everything_that_a_ready_engine_says(
     assert status.model.servable_context_tokens == 32768
     assert status.device.device == "cpu"
     assert status.device.kernel == "avx2"
+    assert status.device.numerics == "fast"
+    assert list(status.device.cpus) == [0, 1, 2, 3]
+    assert status.device.threads_reason == "one per physical core"
+    assert status.model.expert_format == "mxfp4"
+    assert list(status.model.dense_formats) == ["int8_g32_f16", "bf16"]
     assert status.pool.size_bytes == 10 << 30
     assert status.pool.pinned_bytes == 10 << 30
     assert status.pool.reattached

@@ -15,6 +15,7 @@ from freetokend.core.host_facts import (
     cpu_limit,
     cpu_name,
     cpu_quota_count,
+    numa_nodes,
     nvidia_cards,
     nvidia_driver_version,
     physical_cores_count,
@@ -31,6 +32,7 @@ def files(tmp_path: Path) -> HostFiles:
         cgroup_root=tmp_path / "cgroup",
         cpu_root=tmp_path / "cpu",
         pci_root=tmp_path / "pci",
+        node_root=tmp_path / "node",
     )
     (files.proc / "self").mkdir(parents=True)
     (files.proc / "meminfo").write_text("MemTotal:  25165824 kB\nMemAvailable:   16777216 kB\n")
@@ -168,3 +170,15 @@ def test_this_machine_has_some_of_everything() -> None:
     files = HostFiles()
     assert read_host_memory(files).mem_available_bytes > 0
     assert 1 <= physical_cores_count(files, allowed_cpus()) <= len(allowed_cpus())
+
+
+def test_the_numa_nodes_of_cpus(files: HostFiles) -> None:
+    assert numa_nodes(files, (0, 1)) == ()
+    write(files.node_root / "node0", cpulist="0-3,8-11")
+    write(files.node_root / "node1", cpulist="4-7,12")
+    write(files.node_root / "node10", cpulist="")  # memory without CPUs
+    write(files.node_root / "power", state="x")
+    assert numa_nodes(files, (1, 8)) == (0,)
+    assert numa_nodes(files, (12,)) == (1,)
+    assert numa_nodes(files, (11, 4)) == (0, 1)
+    assert numa_nodes(files, (99,)) == ()

@@ -52,8 +52,12 @@ async def test_status_for_people(plane: ControlPlane, gateway: FakeGateway, ctl:
         "kv cache",
         "http",
     }
-    assert "demo, context 32768 tokens, 30 layers, 28 with 8 experts of 5 MiB" in done.out
-    assert "cpu (Some CPU), avx2, 4 threads; backend cpu: no NVIDIA GPU" in done.out
+    assert "demo, context 32768 tokens, 30 layers, 28 with 8 experts of 5 MiB; " in done.out
+    assert "; experts in mxfp4, the rest in int8_g32_f16 and bf16\n" in done.out
+    assert (
+        "cpu (Some CPU), avx2, fast numerics, 4 threads on CPUs 0-3 (one per physical core); "
+        "backend cpu: no NVIDIA GPU" in done.out
+    )
     assert "10 GiB in pages of 2 MiB, all pinned, re-attached in 20 ms" in done.out
     assert "3 running, 0 waiting; 0 finished" in done.out
     assert "5 of 1000 pages used (1 GiB in all)" in done.out

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import os
+from array import array
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetokend.engine import sampling
-from freetokend.engine.sampling import NotNumbersError
-from freetokend.engine.work import SamplingParams
-from freetokend.native.sampling import Sampler
+from freetokend.engine.sampling import sample_sequences
+from freetokend.engine.work import SamplingParams, SequenceOutcome, SequenceWork
+from freetokend.native.executor import Executor
 
 Row = npt.NDArray[np.float32]
 
 
+@cache
+def executor() -> Executor:
+    return Executor(sorted(os.sched_getaffinity(0))[:1])
+
+
+def outcome(row: Row, params: SamplingParams, draw_index: int) -> SequenceOutcome:
+    work = SequenceWork(
+        key=3,
+        token_ids=(1,),
+        first_position=0,
+        pages=array("i"),
+        sampling=params,
+        draw_index=draw_index,
+    )
+    (one,) = sample_sequences(executor(), row[None], [work])
+    assert one.key == 3
+    return one
+
+
 def sample_row(row: Row, params: SamplingParams, draw_index: int) -> int:
-    return sampling.sample_row(Sampler(), row, params, draw_index)
+    one = outcome(row, params, draw_index)
+    assert one.token_id is not None
+    assert one.error == ""
+    return one.token_id
 
 
 def naive_kept(logits: Row, params: SamplingParams) -> dict[int, float]:
@@ -130,5 +155,7 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     "row", [[1.0, np.nan, 2.0], [np.inf, 0.0], [-np.inf, -np.inf], [np.nan, np.nan]]
 )
 def test_logits_that_are_not_numbers_are_refused(row: list[float], temperature: float) -> None:
-    with pytest.raises(NotNumbersError):
-        sample_row(np.array(row, dtype=np.float32), SamplingParams(temperature=temperature), 0)
+    values = np.array(row, dtype=np.float32)
+    one = outcome(values, SamplingParams(temperature=temperature), 0)
+    assert one.token_id is None
+    assert one.error == f"the largest of {len(row)} logits is {values.max()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 
 import pytest
@@ -11,6 +12,7 @@ from freetokend.core.errors import InternalError
 from freetokend.engine.step import Engine
 from freetokend.engine.work import SamplingParams, SequenceWork, StepWork
 from freetokend.kvcache.torch_store import TorchKvStore
+from freetokend.native.executor import Executor
 from freetokend.policy.kv_sizing import KvShape
 from freetokend.tensor.protocols import KvView, StepInput
 
@@ -41,7 +43,8 @@ def engine() -> tuple[Engine, FakeProgram]:
     shape = KvShape(layers_count=1, kv_heads_count=1, head_size=2, element_bytes=4, page_tokens=4)
     store = TorchKvStore(shape, 8, kv_dtype=torch.float32, activation_dtype=torch.float32)
     program = FakeProgram()
-    return Engine(program, store), program
+    executor = Executor(sorted(os.sched_getaffinity(0))[:1])
+    return Engine(program, store, executor), program
 
 
 def sequence(key: int, tokens: list[int], first: int, draw: int | None) -> SequenceWork:

@@ -38,16 +38,24 @@ def new_pool(directory: FtwDirectory) -> Iterator[ReceivedPool]:
 
 
 def attach(
-    pool: ReceivedPool, directory: FtwDirectory, memory: HostMemory = PLENTY
+    pool: ReceivedPool,
+    directory: FtwDirectory,
+    memory: HostMemory = PLENTY,
+    nodes: tuple[int, ...] = (),
 ) -> AttachedPool:
     return attach_pool(
-        pool, directory, memory, progress=lambda _done, _total: None, cancel=threading.Event()
+        pool,
+        directory,
+        memory,
+        progress=lambda _done, _total: None,
+        cancel=threading.Event(),
+        nodes=nodes,
     )
 
 
 @contextmanager
 def local_engine(
-    directory: FtwDirectory, *, threads_count: int = 2, **settings: int
+    directory: FtwDirectory, *, threads_count: int = 2, **settings: int | str
 ) -> Iterator[BuiltEngine]:
     """A built engine over a pool of its own; nothing of it may be used afterwards."""
     cpus = tuple(sorted(os.sched_getaffinity(0))[:threads_count])

@@ -143,3 +143,16 @@ def test_a_load_can_be_abandoned(mixtral: FtwDirectory) -> None:
         with pytest.raises(CancelledRequestError):
             attach_pool(pool, mixtral, PLENTY, progress=stop_at_once, cancel=cancel)
         assert not read_header(pool.fd).filled
+
+
+def test_pages_that_cannot_be_spread_are_a_note(mixtral: FtwDirectory) -> None:
+    with new_pool(mixtral) as pool:
+        attached = attach(pool, mixtral, nodes=(1022, 1023))
+        with attached.mapping as mapping:
+            assert mapping.filled
+            (note,) = (one for one in attached.notes if "NUMA" in one)
+            assert "over the NUMA nodes 1022, 1023 (" in note
+        again = attach(pool, mixtral, nodes=(1022, 1023))
+        with again.mapping:
+            assert again.reattached
+            assert not any("NUMA" in one for one in again.notes), "nothing is moved"

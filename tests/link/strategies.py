@@ -86,6 +86,11 @@ descriptions = st.builds(
     experts_per_layer_count=u32,
     bytes_per_expert=u64,
     max_running_count=u32,
+    numerics=texts,
+    expert_format=texts,
+    dense_formats=st.lists(texts, max_size=3).map(tuple),
+    cpus=st.lists(u32, max_size=3).map(tuple),
+    threads_reason=texts,
     notes=st.lists(texts, max_size=3).map(tuple),
 )
 engine_messages = st.one_of(
@@ -121,6 +126,7 @@ settings_messages = st.builds(
     log_format=texts,
     pin_pool=st.booleans(),
     backend=texts,
+    numerics=texts,
 )
 requests = st.builds(
     GenerateRequest,

@@ -42,7 +42,7 @@ _MIXTRAL_8X7B: dict[str, object] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 32000,
 }
-_QWEN3_30B: dict[str, object] = {
+QWEN3_30B: dict[str, object] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "attention_bias": False,
     "bos_token_id": 151643,
@@ -85,13 +85,13 @@ def test_facts_of_mixtral_8x7b() -> None:
 
 
 def test_facts_of_qwen3_30b_with_its_generation_config() -> None:
-    facts = model_facts(_QWEN3_30B, {"eos_token_id": [151645, 151643]})
+    facts = model_facts(QWEN3_30B, {"eos_token_id": [151645, 151643]})
     assert facts.model_type == "qwen3_moe"
     assert (facts.experts_per_layer_count, facts.experts_per_token_count) == (128, 8)
     assert facts.expert_size == 768
     assert facts.kv_bytes_per_token == 98_304
     assert facts.eos_token_ids == (151645, 151643)
-    assert parse_model_config(_QWEN3_30B).router.renormalise
+    assert parse_model_config(QWEN3_30B).router.renormalise
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -133,7 +133,7 @@ def test_a_window_caps_the_context_and_says_so() -> None:
 
 def test_yarn_stretches_the_context() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    facts = model_facts({**_QWEN3_30B, "rope_scaling": scaling})
+    facts = model_facts({**QWEN3_30B, "rope_scaling": scaling})
     assert facts.max_context_tokens == 131_072
     assert "yarn" in facts.max_context_reason
 

@@ -240,3 +240,19 @@ def test_a_real_huge_tmpfs_backs_the_mapping_with_huge_pages(tmp_path: Path) -> 
     else:
         assert backing in ("memfd", "tmpfs")
         assert int(actual_bytes) <= int(expected_bytes)
+
+
+def test_pages_are_spread_over_nodes() -> None:
+    pool = create_pool_file("freetoken-pool-n", 4 << 20, IDENTITY)
+    try:
+        with PoolMapping(pool.fd) as mapping:
+            address = mapping.region_address - POOL_DATA_OFFSET
+            # a sandbox may forbid the call: then nothing has changed
+            expected = "interleave:0" if mapping.interleave([0]) == 0 else "default"
+            lines = Path("/proc/self/numa_maps").read_text().splitlines()
+            policies = [line.split()[1] for line in lines if int(line.split()[0], 16) == address]
+            assert policies == [expected]
+            assert mapping.interleave([-1]) == mapping.interleave([1024]) == errno.EINVAL
+            assert mapping.interleave([1023]) in (errno.EINVAL, errno.EPERM)
+    finally:
+        pool.close()

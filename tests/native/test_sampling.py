@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from functools import cache
 
 import numpy as np
 import pytest
@@ -10,18 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetokend.core.errors import InternalError
-from freetokend.native.sampling import Sample, Sampler
+from freetokend.native.executor import Executor
+from freetokend.native.sampling import RowSampling, Sample, sample_rows
 from tests.native.sampling_oracle import Filters, Row, choose
 
 # Choices nearer to a boundary than this may go either way.
 MARGIN = 1e-6
 
 
-def sample(row: Row, filters: Filters, seed: int = 0, draw_index: int = 0) -> Sample:
-    row = np.ascontiguousarray(row, np.float32)
-    return Sampler().sample_row(
-        row.ctypes.data,
-        vocab_size=row.size,
+def asked(filters: Filters, seed: int = 0, draw_index: int = 0) -> RowSampling:
+    return RowSampling(
         temperature=filters.temperature,
         top_k=filters.top_k,
         top_p=filters.top_p,
@@ -29,6 +29,22 @@ def sample(row: Row, filters: Filters, seed: int = 0, draw_index: int = 0) -> Sa
         seed=seed,
         draw_index=draw_index,
     )
+
+
+@cache
+def executor() -> Executor:
+    return Executor(sorted(os.sched_getaffinity(0))[:1])
+
+
+def sample(row: Row, filters: Filters, seed: int = 0, draw_index: int = 0) -> Sample:
+    row = np.ascontiguousarray(row, np.float32)
+    (one,) = sample_rows(
+        executor(),
+        row.ctypes.data,
+        vocab_size=row.size,
+        rows=[asked(filters, seed, draw_index)],
+    )
+    return one
 
 
 def differences(row: Row, filters: Filters, seed: int, draws: range) -> int:
@@ -153,21 +169,36 @@ def test_weights_that_vanish_are_never_drawn() -> None:
 
 def test_a_memory_of_other_rows_changes_nothing() -> None:
     rng = np.random.default_rng(3)
-    sampler = Sampler()
+    chosen = Filters(temperature=1.3, top_k=200, top_p=0.9, min_p=0.001)
     for size in (10, 5000, 300, 5001, 1):
         row = rng.normal(size=size).astype(np.float32)
-        chosen = Filters(temperature=1.3, top_k=200, top_p=0.9, min_p=0.001)
-        again = sampler.sample_row(
-            row.ctypes.data,
-            vocab_size=size,
-            temperature=chosen.temperature,
-            top_k=chosen.top_k,
-            top_p=chosen.top_p,
-            min_p=chosen.min_p,
-            seed=9,
-            draw_index=4,
+        with Executor(sorted(os.sched_getaffinity(0))[:1]) as fresh:
+            (alone,) = sample_rows(
+                fresh, row.ctypes.data, vocab_size=size, rows=[asked(chosen, 9, 4)]
+            )
+        assert alone == sample(row, chosen, 9, 4)
+
+
+@pytest.mark.parametrize("threads_count", [1, 2, 3])
+def test_rows_of_one_call_get_what_they_get_alone(threads_count: int) -> None:
+    rng = np.random.default_rng(4)
+    rows = rng.normal(size=(40, 700)).astype(np.float32)
+    rows[7, 3], rows[20, 0], rows[21] = np.nan, np.inf, -np.inf
+    ways = [Filters(temperature=(i % 4) / 2, top_k=i % 9 * 5, top_p=0.9) for i in range(40)]
+    cpus = [sorted(os.sched_getaffinity(0))[0]] * threads_count
+    with Executor(cpus) as several:
+        together = sample_rows(
+            several,
+            rows.ctypes.data,
+            vocab_size=700,
+            rows=[asked(way, index, index + 1) for index, way in enumerate(ways)],
         )
-        assert again == sample(row, chosen, 9, 4)
+        assert sample_rows(several, rows.ctypes.data, vocab_size=700, rows=[]) == []
+    for index, (way, found) in enumerate(zip(ways, together, strict=True)):
+        alone = sample(rows[index], way, index, index + 1)
+        assert found.token_id == alone.token_id
+        assert np.array_equal(found.peak, alone.peak, equal_nan=True)
+    assert [index for index, one in enumerate(together) if one.token_id is None] == [7, 20, 21]
 
 
 @pytest.mark.parametrize(
@@ -175,9 +206,7 @@ def test_a_memory_of_other_rows_changes_nothing() -> None:
 )
 def test_wrong_calls_are_refused(bad: Filters) -> None:
     row = np.zeros(0 if bad.temperature == 1.0 else 4, np.float32)
-    with pytest.raises(InternalError, match="sample_row"):
+    with pytest.raises(InternalError, match="sample_rows"):
         sample(row, bad)
-    with pytest.raises(InternalError, match="sample_row"):
-        Sampler().sample_row(
-            0, vocab_size=4, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, draw_index=0
-        )
+    with pytest.raises(InternalError, match="sample_rows: null address"):
+        sample_rows(executor(), 0, vocab_size=4, rows=[asked(Filters(temperature=1.0))])

@@ -40,6 +40,11 @@ DESCRIPTION = EngineDescription(
     experts_per_layer_count=1,
     bytes_per_expert=0,
     max_running_count=1,
+    numerics="exact",
+    expert_format="",
+    dense_formats=(),
+    cpus=(),
+    threads_reason="",
 )
 
 Answer = Callable[[GenerateRequest], AsyncIterator[SequenceUpdate]]

@@ -74,6 +74,8 @@ _ENGINE: Final = (
         "device_name",
         "backend",
         "kernel",
+        "numerics",
+        "expert_format",
     ),
     _gauge("engine_state", "1 for the state the engine is in, 0 for the others.", "model", "state"),
     _counter("engine_restarts_total", "Engines started after one had ended.", "model"),

@@ -87,7 +87,15 @@ def _described(families: _Families, state: ServiceState) -> None:
     if engine is None:
         return
     families.add(
-        "engine_info", 1, model, engine.device, engine.device_name, engine.backend, engine.kernel
+        "engine_info",
+        1,
+        model,
+        engine.device,
+        engine.device_name,
+        engine.backend,
+        engine.kernel,
+        engine.numerics,
+        engine.expert_format,
     )
     families.add("engine_threads", engine.threads_count, model)
     families.add("engine_first_token_seconds", engine.first_token_s, model)

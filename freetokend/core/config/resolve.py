@@ -280,6 +280,7 @@ def _built(values: Mapping[str, TomlScalar], details: tuple[ResolvedValue, ...])
         engine=EngineConfig(
             backend=text("engine.backend"),
             threads=count("engine.threads"),
+            numerics=text("engine.numerics"),
             kv_bytes=count("engine.kv_bytes"),
             max_context_tokens=count("engine.max_context_tokens"),
             max_running_count=count("engine.max_running_count"),

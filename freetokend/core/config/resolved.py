@@ -53,10 +53,14 @@ class ControlConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """`kv_bytes` and `max_context_tokens` 0: the engine decides once it knows the model."""
+    """`kv_bytes` and `max_context_tokens` 0: the engine decides once it knows the model.
+
+    `numerics` is "exact" or "fast".
+    """
 
     backend: str
     threads: int
+    numerics: str
     kv_bytes: int
     max_context_tokens: int
     max_running_count: int

@@ -169,6 +169,12 @@ _KEYS: Final = (
         "Threads of the CPU executor.",
         auto=True,
     ),
+    _string(
+        "engine.numerics",
+        "exact",
+        'How products are computed: "exact", or "fast" with activations rounded to int8.',
+        choices=("exact", "fast"),
+    ),
     _number(
         "engine.kv_bytes",
         Kind.BYTES,

@@ -13,7 +13,9 @@ Executor::Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, std::st
     : Executor(std::move(cpus), spin, select_kernels(isa)) {}
 
 Executor::Executor(std::vector<int> cpus, std::chrono::nanoseconds spin, const Kernels* kernels)
-    : pool_(std::move(cpus), spin), kernels_(kernels) {
+    : pool_(std::move(cpus), spin),
+      kernels_(kernels),
+      sampling_(static_cast<std::size_t>(threads_count())) {
   accumulators_.get<float>(kTileSums * static_cast<std::size_t>(threads_count()));
 }
 
@@ -41,6 +43,13 @@ void Executor::rms_norm(const float* x, const float* weight, Bf16* y, std::size_
   for_rows(rows, size, [&](std::size_t row) {
     kernels_->rms_norm(x + row * size, weight, size, eps, y + row * size);
   });
+}
+
+void Executor::sample(const SampleRowsCall& call) {
+  if (call.rows == 0) return;
+  const Exclusive exclusive(busy_);
+  validate(call);
+  sample_rows(pool_, call, sampling_);
 }
 
 void Executor::embed_rows16(const std::byte* w, const std::int64_t* ids, float* out,

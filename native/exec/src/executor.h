@@ -19,6 +19,7 @@
 #include "kernels.h"
 #include "layout.h"
 #include "panels.h"
+#include "sampling.h"
 #include "scratch.h"
 #include "tiles.h"
 #include "worker_pool.h"
@@ -93,6 +94,8 @@ class Executor {
 
   const char* isa() const { return kernels_->isa; }
   int threads_count() const { return pool_.workers_count(); }
+  // Whether `fast` changes products of this format here.
+  bool has_fast(const WeightFormat& format) const;
 
   void linear(const LinearCall& call);
   void experts(const ExpertsCall& call);
@@ -105,6 +108,7 @@ class Executor {
                     std::size_t features, std::size_t vocab_size);
   void store_kv(const StoreKvCall& call);
   void paged_attention(const AttentionCall& call);
+  void sample(const SampleRowsCall& call);
   // body(row) for every row of a row-wise operation, spread over the workers where that pays.
   template <class Body>
   void for_rows(std::size_t rows, std::size_t row_elements, const Body& body) {
@@ -153,6 +157,7 @@ class Executor {
   Panels middle_;         // activations between the two products of an expert
   Scratch accumulators_;  // per worker
   AttentionPlan attention_;
+  std::vector<SamplingScratch> sampling_;  // per worker
 };
 
 }  // namespace freetoken::exec

@@ -14,6 +14,10 @@ const ProductKernels& Executor::products(const WeightFormat& format, bool fast) 
   return fast && quick != nullptr ? *quick : *kernels_->products.exact[kind];
 }
 
+bool Executor::has_fast(const WeightFormat& format) const {
+  return kernels_->products.fast[static_cast<std::size_t>(format.kind)] != nullptr;
+}
+
 float* Executor::accumulators(int worker) {
   return accumulators_.get<float>(1) + kTileSums * static_cast<std::size_t>(worker);
 }

@@ -209,6 +209,8 @@ class Program {
   void run(Executor& executor, const StepCall& step, std::size_t first, std::size_t last);
 
   std::byte* buffer(BufferIndex index) const;
+  // What all buffers take now.
+  std::size_t arena_bytes() const { return arena_.capacity_bytes(); }
   // Ops finished since the program was made; from any thread, also during a run.
   std::uint64_t finished_ops_count() const { return finished_.load(std::memory_order_relaxed); }
 

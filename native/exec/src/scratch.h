@@ -17,6 +17,7 @@ class Scratch {
     reserve(count * sizeof(T));
     return reinterpret_cast<T*>(data_.get());
   }
+  std::size_t capacity_bytes() const { return capacity_bytes_; }
 
  private:
   struct Free {

@@ -10,6 +10,7 @@ struct LinearCall;
 struct ExpertsCall;
 struct StoreKvCall;
 struct AttentionCall;
+struct SampleRowsCall;
 
 [[noreturn]] void refuse(std::string_view message);
 inline void require(bool condition, std::string_view message) {
@@ -24,5 +25,6 @@ void validate(const LinearCall& call);
 void validate(const ExpertsCall& call);
 void validate(const StoreKvCall& call);
 void validate(const AttentionCall& call);
+void validate(const SampleRowsCall& call);
 
 }  // namespace freetoken::exec

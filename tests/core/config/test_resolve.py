@@ -172,3 +172,10 @@ def test_facts_of_this_machine() -> None:
     assert 1 <= facts.physical_cores_count <= facts.allowed_cpus_count
     assert Path(facts.runtime_dir).is_absolute()
     assert Path(facts.state_dir).is_absolute()
+
+
+def test_numerics_are_exact_unless_fast_is_asked_for() -> None:
+    assert decided().engine.numerics == "exact"
+    assert decided({"engine.numerics": "fast"}).engine.numerics == "fast"
+    with pytest.raises(ConfigError, match='one of "exact", "fast"'):
+        decided({"engine.numerics": "int8"})
