@@ -57,7 +57,11 @@ class TestComputingEngine:
         assert (description.device, description.backend) == ("cpu", "cpu")
         assert description.device_name
         assert description.kernel
-        assert description.threads_count >= 1
+        assert description.threads_count == len(description.cpus) >= 1
+        assert description.threads_reason
+        assert description.numerics == "exact"
+        assert description.expert_format == "bf16"
+        assert description.dense_formats == ("bf16",)
         assert description.servable_context_tokens == 4096
         assert description.kv_bytes == 4 * 4096 * 256
         assert description.pool_bytes == mixtral.index.region_bytes
