@@ -83,13 +83,14 @@ struct Int8Panel {
   static void put_group(const float (&values)[kGroup], std::size_t first, std::size_t columns,
                         std::byte* row) {
     float largest = 0;
+    bool has_nan = false;  // a maximum passes over it; the scale brings it to the result
     for (const float value : values) {
       const float magnitude = std::fabs(value);
-      // A NaN stays the largest, so that it reaches the result.
-      largest = magnitude <= largest ? largest : magnitude;
+      largest = magnitude > largest ? magnitude : largest;
+      has_nan |= std::isnan(value);
     }
-    // Numbers so small that the quotient is infinite count as zero; a NaN stays one.
-    const float inverse = largest > 1e-35F ? 127.0F / largest : largest * 0.0F;
+    // Numbers so small that the quotient is infinite count as zero.
+    const float inverse = largest > 1e-35F ? 127.0F / largest : 0.0F;
     auto* codes = reinterpret_cast<std::int8_t*>(row) + first;
     std::int32_t sums[2] = {};
     for (std::size_t i = 0; i < kGroup; ++i) {
@@ -103,7 +104,7 @@ struct Int8Panel {
     }
     const std::size_t group = first / kGroup;
     auto* scales = reinterpret_cast<float*>(row + stride(columns));
-    scales[group] = largest / 127.0F;
+    scales[group] = has_nan ? NAN : largest / 127.0F;
     auto* all_sums = reinterpret_cast<std::int32_t*>(scales + stride(columns) / kGroup);
     all_sums[2 * group] = sums[0];
     all_sums[2 * group + 1] = sums[1];

@@ -56,6 +56,8 @@ struct VnniPanel {
     const auto zero = Isa::zero();
     const float largest = Isa::reduce_max(
         Isa::max(Isa::max(first, Isa::sub(zero, first)), Isa::max(second, Isa::sub(zero, second))));
+    // A maximum passes over what is not a number; the scale brings it to the result.
+    const float none = Isa::reduce_add(Isa::fma(first, zero, Isa::mul(second, zero)));
     // Numbers so small that the quotient is infinite count as zero.
     const float inverse = largest > 1e-35F ? 127.0F / largest : 0.0F;
     const __m128i bytes[2] = {Ints::round(Isa::mul(first, Isa::set1(inverse))),
@@ -69,7 +71,7 @@ struct VnniPanel {
     auto* out = reinterpret_cast<std::int32_t*>(panel) + index * kQuads * width + token;
     for (std::size_t i = 0; i < kQuads; ++i) out[i * width] = quads[i];
     auto* scales = reinterpret_cast<float*>(panel + scales_offset(columns, width));
-    scales[index * width + token] = largest / 127.0F;
+    scales[index * width + token] = largest / 127.0F + none;
     auto* all_sums = reinterpret_cast<std::int32_t*>(panel + sums_offset(columns, width));
     all_sums[2 * index * width + token] = sums[0];
     all_sums[(2 * index + 1) * width + token] = sums[1];

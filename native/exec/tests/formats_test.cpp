@@ -235,6 +235,26 @@ TEST_P(Formats, RowsDoNotDependOnTheBatchOrThreads) {
   }
 }
 
+// A NaN among the activations is not hidden by rounding to eight bits, whatever its neighbours.
+TEST_P(Formats, NotANumberStays) {
+  Random random(11);
+  Executor executor({0}, 50us, kernels());
+  const Linear sizes{.tokens = 2, .in = columns(), .out = 32};
+  RandomMatrix matrix(format(), sizes.out, sizes.in, random);
+  for (const std::size_t place : {std::size_t{0}, std::size_t{17}, sizes.in - 1}) {
+    Guarded<Bf16> x(sizes.tokens * sizes.in);
+    random.fill_bf16(x);
+    x[place] = 0x7fc0;
+    for (const bool fast : {false, true}) {
+      const auto y = run_linear(executor, matrix, format(), x.data(), sizes, fast);
+      for (std::size_t row = 0; row < sizes.out; ++row) {
+        EXPECT_TRUE(std::isnan(y[row])) << place << " " << fast;
+        EXPECT_FALSE(std::isnan(y[sizes.out + row])) << place << " " << fast;
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Executor, Formats,
                          testing::Combine(testing::ValuesIn(tested_isas()),
                                           testing::ValuesIn(kFormats)),
