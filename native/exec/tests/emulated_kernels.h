@@ -24,7 +24,7 @@ struct EmulatedIsa {
   const Kernels* (*kernels)();
 };
 
-#if defined(__x86_64__)
+#if defined(FREETOKEN_TEST_EMULATED)
 inline constexpr std::array kEmulatedIsas{
     EmulatedIsa{"emulated_avx_vnni", emulated_avx_vnni_kernels},
     EmulatedIsa{"emulated_avx512", emulated_avx512_kernels},
