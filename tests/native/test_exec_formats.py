@@ -162,8 +162,10 @@ def test_every_batch_of_a_real_size(
     x = activations(rng, 64, HIDDEN)
     ids, weights = routing(rng, 64, 2, 6)
     for executor in executors:
-        check_linear(executor, matrix, x, list(range(1, 65)), slack=1.5)
-        check_experts(executor, bank, (x, ids, weights), list(range(1, 65)), slack=1.5)
+        # Portable code would take minutes for all of them.
+        batches = [1, 3, 48] if executor.isa == "portable" else list(range(1, 65))
+        check_linear(executor, matrix, x, batches, slack=1.5)
+        check_experts(executor, bank, (x, ids, weights), batches, slack=1.5)
 
 
 def random_sizes(rng: np.random.Generator, name: str) -> tuple[int, int]:
