@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from freetokend.demo.errors import DemoError
+from freetokend.demo.wheels import GENSIM_WHEEL, default_cache_dir, fetch_wheel
 from tests.demo.tiny_model import TinySource, make_tiny_source, tiny_plan
 from tests.support.demo_model import demo_checkpoint
 
@@ -29,6 +31,15 @@ def demo_dir() -> Path:
 def stress_dir() -> Path:
     """The stress variant, built from real weights."""
     return _checkpoint_or_fail("stress")
+
+
+@pytest.fixture(scope="session")
+def text_wheel() -> Path:
+    """The wheel with the held-out text (28 MB, downloaded once per user)."""
+    try:
+        return fetch_wheel(GENSIM_WHEEL, default_cache_dir(), lambda m: print(m, file=sys.stderr))
+    except DemoError as error:
+        pytest.fail(f"the held-out text is needed: {error}", pytrace=False)
 
 
 @pytest.fixture

@@ -6,13 +6,10 @@ has perplexity 11.3 there.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from freetokend.demo.errors import DemoError
-from freetokend.demo.wheels import GENSIM_WHEEL, default_cache_dir, fetch_wheel
 from tests.demo.mixtral_numpy import measure
 
 pytestmark = pytest.mark.slow
@@ -21,15 +18,6 @@ WINDOWS = 4
 
 # Another BLAS moves these in the fifth digit; a wrong weight or wrong routing moves them far more.
 TOLERANCE = 0.002
-
-
-@pytest.fixture(scope="module")
-def text_wheel() -> Path:
-    """The wheel with the held-out text (28 MB, downloaded once per user)."""
-    try:
-        return fetch_wheel(GENSIM_WHEEL, default_cache_dir(), lambda m: print(m, file=sys.stderr))
-    except DemoError as error:
-        pytest.fail(f"the held-out text is needed: {error}", pytrace=False)
 
 
 def test_demo_variant(demo_dir: Path, text_wheel: Path) -> None:

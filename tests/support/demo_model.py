@@ -15,6 +15,9 @@ from freetokend.demo.variants import Variant, plan_bytes
 from freetokend.demo.wheels import default_cache_dir
 from freetokend.ftw.contents import FORMAT_VERSION, LAYOUT_VERSION
 from freetokend.ftw.convert import convert
+from freetokend.ftw.formats import Kind, parse_format
+from freetokend.ftw.model import Wanted
+from freetokend.ftw.quantise import QUANTISER_VERSION
 
 # A checkpoint of an older plan or builder is 1.4 GB that nobody asks for again.
 _UNUSED_AFTER_S = 12 * 3600
@@ -54,11 +57,18 @@ def _report(message: str) -> None:
     print(f"demo checkpoint: {message}", file=sys.stderr)
 
 
-def demo_ftw() -> Path:
-    """The demo variant as an FTW directory, converted once and kept beside the checkpoint."""
-    source = demo_checkpoint("demo")
+def demo_ftw(variant: str = "demo", experts: str = "bf16") -> Path:
+    """The variant as an FTW directory, converted once and kept beside the checkpoint.
+
+    experts: the weight format that routed experts are quantised into.
+    """
+    source = demo_checkpoint(variant)
+    weight_format = parse_format(experts)
     # Directories of another version would be in the way, not replaced.
-    directory = source.with_name(f"{source.name}.v{FORMAT_VERSION}.{LAYOUT_VERSION}.ftw")
-    convert(source, directory, progress=lambda _: None)
+    version = f"v{FORMAT_VERSION}.{LAYOUT_VERSION}"
+    if weight_format.kind is not Kind.BF16:
+        version += f".{QUANTISER_VERSION}.{weight_format}"
+    directory = source.with_name(f"{source.name}.{version}.ftw")
+    convert(source, directory, progress=lambda _: None, wanted=Wanted(experts=weight_format))
     os.utime(directory)
     return directory
