@@ -26,7 +26,7 @@ def quantised(variant: str, name: str) -> Path:
         pytest.fail(f"the {variant} model is needed: {error}", pytrace=False)
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "int4_g64_bf16", "q4_0", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8_block", "int4_g64_bf16_zp", "q4_0", "nvfp4", "mxfp4"])
 def test_a_chat_is_answered(name: str) -> None:
     path = quantised("demo", name)
     directory = FtwDirectory(path)

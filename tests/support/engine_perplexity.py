@@ -141,7 +141,7 @@ def _negative_log_likelihood(logits: torch.Tensor, targets: Windows) -> float:
     """Sum over the rows that have a target, in fp64."""
     wanted = torch.from_numpy(targets)
     total = 0.0
-    for part, target in zip(logits.split(_ROWS), wanted.split(_ROWS), strict=True):
+    for part, target in zip(torch.split(logits, _ROWS), torch.split(wanted, _ROWS), strict=True):
         rows = part.double()
         assert bool(torch.isfinite(rows).all())
         chosen = rows.gather(1, target.clamp(min=0)[:, None])[:, 0]
