@@ -115,7 +115,7 @@ def mapping_pages(address: int, length_bytes: int) -> MappingPages:
     """Sum of the mappings inside [address, address + length_bytes): pinning splits a mapping."""
     resident_bytes = huge_bytes = locked_bytes = 0
     inside = False
-    with open("/proc/self/smaps", encoding="ascii", errors="replace") as smaps:
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as smaps:
         for line in smaps:
             if found := _MAPPING_LINE.match(line):
                 start = int(found[1], 16)
