@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 # Windows of 256 tokens; the stress variant's experts differ more and cost as much time.
 WINDOWS = {"demo": 4, "stress": 2}
+MORE_WINDOWS = 8
 # Perplexity at most so many times that of bf16. int4 has groups of 64 because 128 does not divide
 # the width 576 of these models, and zero points because of what the figures below say.
 LIMITS = {
@@ -122,6 +123,18 @@ def test_fast_numerics_cost_what_is_documented(variant: str, name: str, measure:
     cell = documented()[name][columns(variant)[1]]
     assert found == pytest.approx(float(cell.split()[0]), rel=TABLE_TOLERANCE)
     assert found <= LIMITS[name] * measure(variant, "bf16")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", WINDOWS)
+def test_more_text_says_the_same(variant: str, text_wheel: Path) -> None:
+    found = {}
+    for name in FORMATS:
+        path = demo_ftw(variant, name)
+        windows = wiki_windows(path, text_wheel, MORE_WINDOWS)
+        (found[name],) = engine_perplexities(FtwDirectory(path), windows, ("exact",))
+    for name, limit in LIMITS.items():
+        assert found[name] <= limit * found["bf16"], found
 
 
 @pytest.mark.full
