@@ -45,8 +45,8 @@ set_up() {
   apt_install "the virtual environment, the native build and the tests" \
     python3 python3-venv python3-dev g++ cmake ninja-build ca-certificates libgtest-dev \
     systemd shellcheck
-  # a CUDA build of torch, three sanitizer builds, and the demo models in the cache
-  need_disk_bytes "$ROOT" 15000000000 "The test suite"
+  # a CUDA build of torch, three sanitizer builds, and the demo models in every format in the cache
+  need_disk_bytes "$ROOT" 20000000000 "The test suite"
   fetch_promtool
   make_venv
   install_project engine demo test
