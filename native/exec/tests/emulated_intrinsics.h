@@ -151,8 +151,9 @@ FREETOKEN_EMULATED __m512i _mm512_max_epu32(__m512i a, __m512i b) {
   return as_integers(x > y ? x : y);
 }
 FREETOKEN_EMULATED __m512i _mm512_abs_epi8(__m512i a) {
-  const auto x = as<S8x64>(a);
-  return as_integers(x < 0 ? -x : x);
+  // -128 stays as it is: negated without a sign, as the instruction does.
+  const auto x = as<U8x64>(a);
+  return as_integers(as<S8x64>(a) < 0 ? 0 - x : x);
 }
 FREETOKEN_EMULATED __m512i _mm512_slli_epi16(__m512i a, unsigned bits) {
   return as_integers(as<U16x32>(a) << static_cast<unsigned short>(bits));
