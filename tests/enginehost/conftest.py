@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from freetokend.ftw.reader import FtwDirectory
-from tests.enginehost.local_engine import converted
+from tests.enginehost.local_engine import CONTEXT_TOKENS, converted
 from tests.support.tiny_checkpoints import write_tiny_mixtral, write_tiny_qwen3_moe
 
 
@@ -15,6 +16,11 @@ from tests.support.tiny_checkpoints import write_tiny_mixtral, write_tiny_qwen3_
 def mixtral_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("mixtral") / "hf"
     write_tiny_mixtral(source)
+    # Long enough that a request for all of it is still running when a test acts on it: a tiny
+    # model makes thousands of tokens a second.
+    config = source / "config.json"
+    values = json.loads(config.read_text()) | {"max_position_embeddings": CONTEXT_TOKENS}
+    config.write_text(json.dumps(values))
     return source
 
 

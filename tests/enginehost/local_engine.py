@@ -19,6 +19,7 @@ from freetokend.link.messages import EngineSettings, GenerateRequest, Sampling, 
 from freetokend.native.lifeline import ReceivedPool
 from freetokend.native.pool import create_pool_file
 
+CONTEXT_TOKENS = 16_384  # of the tiny models here
 PLENTY = HostMemory(mem_available_bytes=8 << 30)
 
 

@@ -21,7 +21,7 @@ from freetokend.link.messages import EngineSettings, EngineState, FinishReason
 from freetokend.native.pool import create_pool_file
 from freetokend.policy.restart import RestartBudget
 from tests.enginehost.engine_process import native_engine
-from tests.enginehost.local_engine import ask, local_engine, serve
+from tests.enginehost.local_engine import CONTEXT_TOKENS, ask, local_engine, serve
 from tests.link.contract import LinkContract, token_ids
 from tests.support.scripted import EngineHarness, engine_environment, greedy
 
@@ -62,8 +62,8 @@ class TestComputingEngine:
         assert description.numerics == "exact"
         assert description.expert_format == "bf16"
         assert description.dense_formats == ("bf16",)
-        assert description.servable_context_tokens == 4096
-        assert description.kv_bytes == 4 * 4096 * 256
+        assert description.servable_context_tokens == CONTEXT_TOKENS
+        assert description.kv_bytes == 4 * CONTEXT_TOKENS * 256
         assert description.pool_bytes == mixtral.index.region_bytes
         # what this machine promises to a pool is what the engine finds once it has read it
         with closing(create_pool_file("probe", 1 << 20, mixtral.index.identity)) as probe:
@@ -84,9 +84,10 @@ class TestComputingEngine:
     async def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(
         self, harness: EngineHarness
     ) -> None:
-        (refusal,) = await harness.collect(greedy("long", tuple([1] * 4096), 1))
+        (refusal,) = await harness.collect(greedy("long", (1,) * CONTEXT_TOKENS, 1))
         assert refusal.error_reason is Reason.CONTEXT_LENGTH_EXCEEDED
-        assert "4096 tokens, but one request can have 4096" in refusal.error_message
+        numbers = f"{CONTEXT_TOKENS} tokens, but one request can have {CONTEXT_TOKENS}"
+        assert numbers in refusal.error_message
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import FinishReason, GenerateRequest, Sampling
-from tests.enginehost.local_engine import Served, ask, local_engine, serve, step
+from tests.enginehost.local_engine import CONTEXT_TOKENS, Served, ask, local_engine, serve, step
 
 # Where two logits are closer than this, bf16 roundings decide, and both tokens are right. The
 # logits of the tiny models have a standard deviation of about 2.
@@ -131,7 +131,7 @@ def test_chunk_sizes_threads_and_preemption_change_no_token(mixtral: FtwDirector
         mixtral, max_running_count=5, step_tokens=64, kv_bytes=10 * 32 * 256
     ) as built:
         assert built.kv_plan.servable_context_tokens == 320
-        assert any("320 of the model's 4096 tokens" in note for note in built.notes)
+        assert any(f"320 of the model's {CONTEXT_TOKENS} tokens" in note for note in built.notes)
         assert serve(built, asked).tokens == expected
         assert built.scheduler.counts().preemptions_count > 0
 
