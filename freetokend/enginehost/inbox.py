@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from typing import Protocol
+from typing import Final, Protocol
 
 from freetokend.link.messages import (
     ControlMessage,
@@ -15,6 +15,10 @@ from freetokend.link.messages import (
 )
 
 Incoming = ControlMessage | Disconnected
+
+# A signal that arrives between the interpreter's last look and the wait itself does not end the
+# wait, so the wait ends by itself now and then.
+_SIGNAL_CHECK_S: Final = 0.25
 
 
 class Link(Protocol):
@@ -52,11 +56,20 @@ class Inbox:
 
     def _next(self, *, wait: bool) -> Incoming | None:
         try:
-            message = self._source.get(block=wait)
+            message = self._source.get(block=False)
         except queue.Empty:
-            return None
+            if not wait:
+                return None
+            message = self._wait()
         if isinstance(message, Disconnected) or (
             isinstance(message, Shutdown) and not message.drain
         ):
             self.stop.set()
         return message
+
+    def _wait(self) -> Incoming:
+        while True:
+            try:
+                return self._source.get(timeout=_SIGNAL_CHECK_S)
+            except queue.Empty:
+                continue

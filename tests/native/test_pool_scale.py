@@ -98,6 +98,7 @@ def _fill_row(mapping: PoolMapping, path: Path, offset_bytes: int, length_bytes:
         [(str(path), POOL_DATA_OFFSET + offset_bytes, length_bytes)],
         use_uring=True,
         use_direct=True,
+        use_huge_pages=False,
         chunk_bytes=1 << 20,
         start_depth_count=4,
         max_depth_count=8,
