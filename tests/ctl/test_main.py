@@ -187,7 +187,7 @@ async def test_status_takes_little_time(environment: dict[str, str], plane: Cont
     import asyncio
 
     best_s = float("inf")
-    for _ in range(5):
+    for _ in range(20):
         before = os.times()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "freetokend.ctl", "status"),
