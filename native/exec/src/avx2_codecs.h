@@ -60,7 +60,7 @@ inline __m256i both_lanes(__m128i lane) { return _mm256_broadcastsi128_si256(lan
 // other by a shift. The high one keeps what lies below it, which is
 //   high + 2^-16 low + 126 * 2^-16
 // exactly: linear, so that factors of the low columns reduced by 2^-16 times those of the high ones
-// (NibblePanel) and a term per group make up for it. It saves an instruction for every 8 weights.
+// (NibblePanel) and a term per group make up for it. It saves an instruction for every 16 weights.
 // A weight is 16 * value - kOffset.
 template <class Table>
 struct NibbleCodec : Interleaved {
