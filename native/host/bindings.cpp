@@ -12,6 +12,8 @@
 #include "mapping.hpp"
 #include "pinner.hpp"
 #include "private_tmpfs.hpp"
+#include "ranges.hpp"
+#include "reservation.hpp"
 
 namespace py = pybind11;
 namespace fh = freetoken::host;
@@ -137,10 +139,46 @@ void bind_pinner(py::module_& m) {
       .def("abort", &fh::Pinner::abort, py::call_guard<py::gil_scoped_release>());
 }
 
+using AddressRange = std::tuple<std::uintptr_t, std::uintptr_t, std::uint64_t>;
+
+void copy_ranges(const std::vector<AddressRange>& ranges) {
+  std::vector<fh::CopyRange> copies;
+  copies.reserve(ranges.size());
+  for (const auto& [from, to, length_bytes] : ranges) {
+    copies.push_back(
+        {reinterpret_cast<const std::byte*>(from), reinterpret_cast<std::byte*>(to), length_bytes});
+  }
+  const py::gil_scoped_release released;
+  fh::copy_ranges(copies);
+}
+
+void bind_reservation(py::module_& m) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<fh::Reservation>(m, "Reservation")
+      .def(py::init<std::uint64_t>(), py::arg("length_bytes"))
+      .def_property_readonly(
+          "address",
+          [](const fh::Reservation& self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
+      .def_property_readonly("length_bytes", &fh::Reservation::length_bytes)
+      .def("commit", &fh::Reservation::commit, py::arg("offset_bytes"), py::arg("length_bytes"),
+           Release())
+      .def("release", &fh::Reservation::release, py::arg("offset_bytes"), py::arg("length_bytes"),
+           Release())
+      .def("close", &fh::Reservation::close, Release());
+  m.def("copy_ranges", &copy_ranges, py::arg("ranges"));
+  m.def(
+      "first_difference",
+      [](std::uintptr_t left, std::uintptr_t right, std::uint64_t length_bytes) {
+        return fh::first_difference(reinterpret_cast<const std::byte*>(left),
+                                    reinterpret_cast<const std::byte*>(right), length_bytes);
+      },
+      py::arg("left"), py::arg("right"), py::arg("length_bytes"), Release());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_host, m, py::mod_gil_not_used()) {
-  m.doc() = "Pool mapping, direct-I/O loader, pinning and the lifeline thread.";
+  m.doc() = "Pool mapping, reserved memory, direct-I/O loader, pinning and the lifeline thread.";
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
@@ -152,6 +190,7 @@ PYBIND11_MODULE(_host, m, py::mod_gil_not_used()) {
   bind_mapping(m);
   bind_loader(m);
   bind_pinner(m);
+  bind_reservation(m);
   m.def("open_private_tmpfs_file", &fh::open_private_tmpfs_file, py::arg("size_bytes"),
         py::call_guard<py::gil_scoped_release>());
   py::class_<fh::Lifeline>(m, "Lifeline")

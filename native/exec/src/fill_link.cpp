@@ -1,0 +1,172 @@
+#include "fill_link.h"
+
+#include <pthread.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <csignal>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace freetoken::exec {
+namespace {
+
+// A sleep with the least timer slack ends 5 to 60 us late here; the rest is spun away.
+constexpr std::chrono::microseconds kSpin{60};
+// A throttled sleep ends early enough for the destructor and for a change of rate.
+constexpr std::chrono::milliseconds kLongestSleep{20};
+// Below this a deadline could lie beyond the clock.
+constexpr double kLeastRateBytesPerS = 1000.0;
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+double checked_rate(double rate_bytes_per_s) {
+  const bool limited = std::isfinite(rate_bytes_per_s) && rate_bytes_per_s >= kLeastRateBytesPerS;
+  if (!limited && rate_bytes_per_s != 0.0) {
+    throw std::invalid_argument(
+        "the rate of a link is 0 (no limit) or at least 1000 bytes a second");
+  }
+  return rate_bytes_per_s;
+}
+
+void check(const FillLink::Layout& layout, const Fill& fill) {
+  const auto below = [](std::int32_t value, std::size_t limit) {
+    return value >= 0 && static_cast<std::size_t>(value) < limit;
+  };
+  if (below(fill.expert_id, layout.experts_count) && below(fill.slot, layout.slots_count)) return;
+  throw std::out_of_range("a fill of expert " + std::to_string(fill.expert_id) + " into slot " +
+                          std::to_string(fill.slot) + " lies outside the " +
+                          std::to_string(layout.experts_count) + " experts or the " +
+                          std::to_string(layout.slots_count) + " slots");
+}
+
+}  // namespace
+
+FillLink::FillLink(const Layout& layout, double rate_bytes_per_s)
+    : layout_(layout), rate_bytes_per_s_(checked_rate(rate_bytes_per_s)), free_at_(Clock::now()) {
+  if (layout.bank == nullptr || layout.slots == nullptr || layout.record_bytes == 0) {
+    throw std::invalid_argument("fills need a bank, slots and a record size");
+  }
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the main thread's
+  thread_ = std::thread([this] { run(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pthread_setname_np(thread_.native_handle(), "ftk-fill");
+}
+
+FillLink::~FillLink() { stop(); }
+
+void FillLink::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_.store(true);
+  }
+  queued_.notify_all();
+  done_.notify_all();
+  const std::lock_guard lock(join_mutex_);
+  if (thread_.joinable()) thread_.join();
+}
+
+std::uint64_t FillLink::submit(const Fill* fills, std::size_t fills_count) {
+  Job job{.fills = {fills, fills + fills_count}, .submitted = Clock::now()};
+  for (const Fill& fill : job.fills) check(layout_, fill);
+  std::uint64_t ticket = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stop_.load()) throw std::logic_error("the link that fills slots is stopped");
+    jobs_.push_back(std::move(job));
+    ticket = ++submitted_count_;
+  }
+  queued_.notify_one();
+  return ticket;
+}
+
+void FillLink::wait(std::uint64_t ticket) {
+  std::unique_lock lock(mutex_);
+  if (ticket > submitted_count_) throw std::out_of_range("no fills were submitted as this ticket");
+  await(lock, ticket);
+}
+
+void FillLink::drain() {
+  std::unique_lock lock(mutex_);
+  await(lock, submitted_count_);
+}
+
+void FillLink::await(std::unique_lock<std::mutex>& lock, std::uint64_t ticket) {
+  done_.wait(lock, [&] { return done_count_ >= ticket || stop_.load(); });
+  if (done_count_ < ticket) {
+    throw std::logic_error("the link that fills slots was stopped before it had copied all");
+  }
+}
+
+FillTotals FillLink::totals() const {
+  const std::lock_guard lock(mutex_);
+  return totals_;
+}
+
+void FillLink::set_rate_bytes_per_s(double rate_bytes_per_s) {
+  rate_bytes_per_s_.store(checked_rate(rate_bytes_per_s));
+}
+
+void FillLink::run() {
+  ::prctl(PR_SET_TIMERSLACK, 1UL);  // of this thread alone; the default adds 50 us to each sleep
+  while (true) {
+    Job job;
+    {
+      std::unique_lock lock(mutex_);
+      queued_.wait(lock, [this] { return stop_.load() || !jobs_.empty(); });
+      if (stop_.load()) return;
+      job = std::move(jobs_.front());
+      jobs_.pop_front();
+    }
+    if (!copy(job)) return;
+  }
+}
+
+bool FillLink::copy(const Job& job) {
+  const Clock::time_point started = std::max(job.submitted, free_at_);
+  Clock::time_point due = started;
+  for (const Fill& fill : job.fills) {
+    std::memcpy(layout_.slots + static_cast<std::size_t>(fill.slot) * layout_.record_bytes,
+                layout_.bank + static_cast<std::size_t>(fill.expert_id) * layout_.record_bytes,
+                layout_.record_bytes);
+    if (const double rate = rate_bytes_per_s_.load(); rate > 0.0) {
+      const std::chrono::duration<double> record(static_cast<double>(layout_.record_bytes) / rate);
+      due += std::chrono::duration_cast<Clock::duration>(record);
+    }
+    for (auto left = due - Clock::now(); left.count() > 0; left = due - Clock::now()) {
+      if (stop_.load()) return false;
+      if (left > kSpin) {
+        std::this_thread::sleep_for(std::min<Clock::duration>(left - kSpin, kLongestSleep));
+      } else {
+        pause();
+      }
+    }
+    if (stop_.load()) return false;
+  }
+  finish(job, started, std::max(due, Clock::now()));
+  return true;
+}
+
+void FillLink::finish(const Job& job, Clock::time_point started, Clock::time_point ended) {
+  {
+    const std::lock_guard lock(mutex_);
+    // A link that was only late in being told (a thread that had to wake) does not lose that time.
+    free_at_ = ended;
+    ++done_count_;
+    totals_.fills_count += job.fills.size();
+    totals_.bytes += job.fills.size() * layout_.record_bytes;
+    totals_.busy_s += std::chrono::duration<double>(ended - started).count();
+  }
+  done_.notify_all();
+}
+
+}  // namespace freetoken::exec
