@@ -35,6 +35,7 @@ class Reason(StrEnum):
     MODEL_INVALID = "model_invalid"
     MODEL_UNSUPPORTED = "model_unsupported"
     HOST_MEMORY = "host_memory"
+    DEVICE_MEMORY = "device_memory"
     DISK_SPACE = "disk_space"
     ADDRESS_IN_USE = "address_in_use"
     DEVICE_UNUSABLE = "device_unusable"
@@ -189,6 +190,9 @@ REACTIONS: Final[Mapping[Reason, Reaction]] = MappingProxyType(
             "FAILED_PRECONDITION", 500, "server_error", "api_error", 65
         ),
         Reason.HOST_MEMORY: _reaction(
+            "RESOURCE_EXHAUSTED", 503, "server_error", "overloaded_error", 71
+        ),
+        Reason.DEVICE_MEMORY: _reaction(
             "RESOURCE_EXHAUSTED", 503, "server_error", "overloaded_error", 71
         ),
         Reason.DISK_SPACE: _reaction("RESOURCE_EXHAUSTED", 503, "server_error", "api_error", 73),
