@@ -43,7 +43,7 @@ def make_cache(arena: Arena, copier: SlotCopier, bank: RandomBank) -> NaiveCache
         experts_count=EXPERTS,
         slots_capacity=CAPACITY,
     )
-    return NaiveCache(pool, bank, copier, arena)
+    return NaiveCache(pool, bank, arena)
 
 
 def make_bank() -> RandomBank:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from freetokend.device.arena import Arena
-from freetokend.device.copier import CopyRange, SlotCopier
+from freetokend.device.copier import CopyRange, HostCopier
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.residency import EMPTY, HELD, NOT_RESIDENT
 from freetokend.experts.slot_pool import SlotPool
@@ -57,8 +57,8 @@ class Slot:
 class NaiveCache:
     """The cache as a list of slots, and a pool that is kept in the same state step by step."""
 
-    def __init__(self, pool: SlotPool, bank: RandomBank, copier: SlotCopier, arena: Arena) -> None:
-        self.pool, self.bank, self.copier, self.arena = pool, bank, copier, arena
+    def __init__(self, pool: SlotPool, bank: RandomBank, arena: Arena) -> None:
+        self.pool, self.bank, self.arena = pool, bank, arena
         self.slots: list[Slot] = []
         self.clock = 0
         self.base_address = arena.base_address
@@ -131,6 +131,7 @@ class NaiveCache:
         return min(free, key=lambda index: self.slots[index].order, default=None)
 
     def _fill(self, slot: int, expert: int) -> None:
+        # Slots of the fake GPU are ordinary memory too.
         state = self.pool.state
         old = self.slots[slot].expert
         if old != EMPTY:
@@ -140,7 +141,7 @@ class NaiveCache:
         state.slot_of_expert[expert] = slot
         bank = self.bank.mapped
         source = bank.region_address + bank.bank.record_offset_bytes(expert)
-        self.copier.copy(
+        HostCopier().copy(
             [
                 CopyRange(
                     from_address=source,
