@@ -45,7 +45,7 @@ class FillLink:
                 record_bytes=bank.record_bytes,
                 experts_count=bank.experts_count,
                 slots=pool.base_address,
-                slots_count=pool.slots_capacity,
+                slots_capacity=pool.slots_capacity,
                 rate_bytes_per_s=_native_rate(rate_bytes_per_s),
             )
         except ValueError as error:
@@ -62,13 +62,10 @@ class FillLink:
             raise InternalError(
                 f"{fills_count} fills were announced in a list of shape {list(fills.shape)}"
             )
-        listed = fills[:fills_count]
-        if fills_count and int(listed[:, 1].max()) >= self._pool.slots_count:
-            raise InternalError(
-                f"a fill goes into slot {int(listed[:, 1].max())} of {self._pool.slots_count} slots"
-            )
         try:
-            return self._link.submit(address_of(listed, torch.int32), fills_count)
+            return self._link.submit(
+                address_of(fills, torch.int32), fills_count, self._pool.slots_count
+            )
         except IndexError as error:
             raise InternalError(str(error)) from error
 

@@ -17,22 +17,22 @@ void bind_fill(py::module_& module) {
       .def_readonly("busy_s", &FillTotals::busy_s);
   py::class_<FillLink>(module, "FillLink")
       .def(py::init([](Address bank, std::size_t record_bytes, std::size_t experts_count,
-                       Address slots, std::size_t slots_count, double rate_bytes_per_s) {
+                       Address slots, std::size_t slots_capacity, double rate_bytes_per_s) {
              return new FillLink({.bank = at<const std::byte>(bank),
                                   .record_bytes = record_bytes,
                                   .experts_count = experts_count,
                                   .slots = at<std::byte>(slots),
-                                  .slots_count = slots_count},
+                                  .slots_capacity = slots_capacity},
                                  rate_bytes_per_s);
            }),
-           py::kw_only(), "bank"_a, "record_bytes"_a, "experts_count"_a, "slots"_a, "slots_count"_a,
-           "rate_bytes_per_s"_a)
+           py::kw_only(), "bank"_a, "record_bytes"_a, "experts_count"_a, "slots"_a,
+           "slots_capacity"_a, "rate_bytes_per_s"_a)
       .def(
           "submit",
-          [](FillLink& link, Address fills, std::size_t fills_count) {
-            return link.submit(at<const Fill>(fills), fills_count);
+          [](FillLink& link, Address fills, std::size_t fills_count, std::size_t slots_count) {
+            return link.submit(at<const Fill>(fills), fills_count, slots_count);
           },
-          "fills"_a, "fills_count"_a, Release())
+          "fills"_a, "fills_count"_a, "slots_count"_a, Release())
       .def("wait", &FillLink::wait, "ticket"_a, Release())
       .def("drain", &FillLink::drain, Release())
       .def("stop", &FillLink::stop, Release())

@@ -35,15 +35,15 @@ double checked_rate(double rate_bytes_per_s) {
   return rate_bytes_per_s;
 }
 
-void check(const FillLink::Layout& layout, const Fill& fill) {
+void check(const Fill& fill, std::size_t experts_count, std::size_t slots_count) {
   const auto below = [](std::int32_t value, std::size_t limit) {
     return value >= 0 && static_cast<std::size_t>(value) < limit;
   };
-  if (below(fill.expert_id, layout.experts_count) && below(fill.slot, layout.slots_count)) return;
+  if (below(fill.expert_id, experts_count) && below(fill.slot, slots_count)) return;
   throw std::out_of_range("a fill of expert " + std::to_string(fill.expert_id) + " into slot " +
                           std::to_string(fill.slot) + " lies outside the " +
-                          std::to_string(layout.experts_count) + " experts or the " +
-                          std::to_string(layout.slots_count) + " slots");
+                          std::to_string(experts_count) + " experts or the " +
+                          std::to_string(slots_count) + " slots");
 }
 
 }  // namespace
@@ -75,9 +75,11 @@ void FillLink::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-std::uint64_t FillLink::submit(const Fill* fills, std::size_t fills_count) {
+std::uint64_t FillLink::submit(const Fill* fills, std::size_t fills_count,
+                               std::size_t slots_count) {
   Job job{.fills = {fills, fills + fills_count}, .submitted = Clock::now()};
-  for (const Fill& fill : job.fills) check(layout_, fill);
+  const std::size_t usable = std::min(slots_count, layout_.slots_capacity);
+  for (const Fill& fill : job.fills) check(fill, layout_.experts_count, usable);
   std::uint64_t ticket = 0;
   {
     const std::lock_guard lock(mutex_);

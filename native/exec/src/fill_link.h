@@ -34,7 +34,7 @@ class FillLink {
     std::size_t record_bytes;
     std::size_t experts_count;
     std::byte* slots;
-    std::size_t slots_count;  // the most there can ever be
+    std::size_t slots_capacity;  // the most there can ever be
   };
 
   // `rate_bytes_per_s`: 0 for no limit, or at least 1000. Throws std::invalid_argument.
@@ -44,9 +44,9 @@ class FillLink {
   FillLink& operator=(const FillLink&) = delete;
 
   // Queues copies behind those queued before, reads the list at once, and returns its ticket.
-  // Throws std::out_of_range, and queues nothing, when a fill lies outside the bank or the slots;
-  // std::logic_error once it is stopped.
-  std::uint64_t submit(const Fill* fills, std::size_t fills_count);
+  // `slots_count`: slots that exist now. Throws std::out_of_range, and queues nothing, when a fill
+  // lies outside the bank or the slots; std::logic_error once it is stopped.
+  std::uint64_t submit(const Fill* fills, std::size_t fills_count, std::size_t slots_count);
   // Returns when this and every earlier submission is in its slots. Throws std::out_of_range for
   // a ticket that was never given, std::logic_error when the link was stopped before.
   void wait(std::uint64_t ticket);

@@ -48,8 +48,8 @@ TEST(FillLink, CopiesRecordsIntoTheirSlots) {
   FillLink link(memory.layout(), 0.0);
   const std::vector<Fill> first{{5, 0}, {23, 7}, {0, 3}};
   const std::vector<Fill> second{{6, 0}};
-  link.submit(first.data(), first.size());
-  const std::uint64_t ticket = link.submit(second.data(), second.size());
+  link.submit(first.data(), first.size(), kSlots);
+  const std::uint64_t ticket = link.submit(second.data(), second.size(), kSlots);
   link.wait(ticket);
   EXPECT_TRUE(memory.holds(0, 6));
   EXPECT_TRUE(memory.holds(7, 23));
@@ -65,7 +65,7 @@ TEST(FillLink, ReadsTheListBeforeSubmitReturns) {
   Memory memory;
   FillLink link(memory.layout(), 20e6);
   std::vector<Fill> fills{{1, 1}, {2, 2}};
-  const std::uint64_t ticket = link.submit(fills.data(), fills.size());
+  const std::uint64_t ticket = link.submit(fills.data(), fills.size(), kSlots);
   fills.assign(2, Fill{9, 4});
   link.wait(ticket);
   EXPECT_TRUE(memory.holds(1, 1));
@@ -77,8 +77,12 @@ TEST(FillLink, RefusesWhatLiesOutsideAndQueuesNothing) {
   FillLink link(memory.layout(), 0.0);
   for (const Fill wrong : {Fill{-1, 0}, Fill{kExperts, 0}, Fill{0, -1}, Fill{0, kSlots}}) {
     const std::vector<Fill> fills{{1, 1}, wrong};
-    EXPECT_THROW(link.submit(fills.data(), fills.size()), std::out_of_range);
+    EXPECT_THROW(link.submit(fills.data(), fills.size(), kSlots), std::out_of_range);
   }
+  const Fill last{0, kSlots - 1};
+  EXPECT_THROW(link.submit(&last, 1, kSlots - 1), std::out_of_range);
+  const Fill beyond{0, kSlots};
+  EXPECT_THROW(link.submit(&beyond, 1, kSlots + 1), std::out_of_range);
   link.drain();
   EXPECT_EQ(link.totals().fills_count, 0U);
   EXPECT_THROW(link.wait(1), std::out_of_range);
@@ -89,7 +93,7 @@ TEST(FillLink, RefusesWhatLiesOutsideAndQueuesNothing) {
 TEST(FillLink, AnEmptyListIsDoneAtOnce) {
   Memory memory;
   FillLink link(memory.layout(), 1000.0);
-  link.wait(link.submit(nullptr, 0));
+  link.wait(link.submit(nullptr, 0, kSlots));
   EXPECT_EQ(link.totals().bytes, 0U);
 }
 
@@ -103,7 +107,8 @@ TEST(FillLink, KeepsTheRateAndSleepsMeanwhile) {
   const auto started = std::chrono::steady_clock::now();
   const double cpu_before_s = cpu_seconds();
   std::uint64_t ticket = 0;
-  for (int repeat = 0; repeat < 10; ++repeat) ticket = link.submit(fills.data(), fills.size());
+  for (int repeat = 0; repeat < 10; ++repeat)
+    ticket = link.submit(fills.data(), fills.size(), kSlots);
   link.wait(ticket);
   const double elapsed_s = seconds(started);
   EXPECT_GE(elapsed_s, expected_s);
@@ -116,10 +121,10 @@ TEST(FillLink, RestsAreNotCountedAsBusy) {
   Memory memory;
   FillLink link(memory.layout(), 100e6);
   const Fill fill{0, 0};
-  link.wait(link.submit(&fill, 1));
+  link.wait(link.submit(&fill, 1, kSlots));
   const double busy_s = link.totals().busy_s;
   std::this_thread::sleep_for(std::chrono::milliseconds(30));
-  link.wait(link.submit(&fill, 1));
+  link.wait(link.submit(&fill, 1, kSlots));
   EXPECT_LT(link.totals().busy_s - busy_s, 0.025);
 }
 
@@ -128,14 +133,14 @@ TEST(FillLink, StopsInTheMiddleOfASlowList) {
   const auto started = std::chrono::steady_clock::now();
   FillLink link(memory.layout(), 1000.0);  // a minute for a record
   const Fill fill{0, 0};
-  link.submit(&fill, 1);
-  const std::uint64_t ticket = link.submit(&fill, 1);
+  link.submit(&fill, 1, kSlots);
+  const std::uint64_t ticket = link.submit(&fill, 1, kSlots);
   std::thread waiter([&] { EXPECT_THROW(link.wait(ticket), std::logic_error); });
   link.stop();
   link.stop();
   waiter.join();
   EXPECT_LT(seconds(started), 5.0);
-  EXPECT_THROW(link.submit(&fill, 1), std::logic_error);
+  EXPECT_THROW(link.submit(&fill, 1, kSlots), std::logic_error);
   EXPECT_EQ(link.totals().fills_count, 0U);
 }
 
