@@ -88,6 +88,7 @@ class SlotPool:
         self._record_bytes = record_bytes
         self._base_address = arena.base_address
         self._slots_count = 0
+        self._prepared_count = 0
         self._generation = 0
         self.state: Final = ResidencyState.empty(
             experts_count=experts_count, slots_capacity=slots_capacity, device=device
@@ -133,6 +134,17 @@ class SlotPool:
             raise InternalError(f"slot {slot} is outside the {self._slots_count} that exist")
         return self._base_address + slot * self._record_bytes
 
+    def prepare_growth(self, slots_count: int) -> None:
+        """Commit the memory of a growth ahead of `resize`, which is then a matter of microseconds.
+
+        The one call that may run beside steps, in a thread of its own: it touches nothing that
+        they use. Not beside a resize or another of its kind. Errors as of `resize`; what was
+        prepared and is not used goes back at the next resize.
+        """
+        self._check_count(slots_count)
+        self._arena.grow_to(slots_count * self._record_bytes)
+        self._prepared_count = max(self._prepared_count, slots_count)
+
     def resize(self, slots_count: int, *, held_may_move: bool = False) -> ResizeResult:
         """Have exactly this many slots.
 
@@ -144,11 +156,7 @@ class SlotPool:
         then), `ResourceError` when memory could not be given back (the slots are gone even so,
         and the next resize tries again).
         """
-        if not 0 <= slots_count <= self.slots_capacity:
-            raise InvalidInputError(
-                f"the cache can have 0 to {self.slots_capacity} slots, not {slots_count}",
-                param="slots",
-            )
+        self._check_count(slots_count)
         if slots_count >= self._slots_count:
             return self._grow(slots_count)
         return self._shrink(slots_count, held_may_move=held_may_move)
@@ -161,7 +169,8 @@ class SlotPool:
                 f"slot 0 was at address {self._base_address:#x} and the arena is now at "
                 f"{self._arena.base_address:#x}"
             )
-        check_memory(self._arena, self._slots_count * self._record_bytes)
+        needed_count = max(self._slots_count, self._prepared_count)
+        check_memory(self._arena, needed_count * self._record_bytes)
 
     def verify(self, mapped: MappedBank) -> VerifyReport:
         """Compare the bytes of every resident slot with the pool's record of its expert."""
@@ -187,10 +196,19 @@ class SlotPool:
         self.state.slots_count.fill_(0)
         self._arena.close()
 
+    def _check_count(self, slots_count: int) -> None:
+        if not 0 <= slots_count <= self.slots_capacity:
+            raise InvalidInputError(
+                f"the cache can have 0 to {self.slots_capacity} slots, not {slots_count}",
+                param="slots",
+            )
+
     def _grow(self, slots_count: int) -> ResizeResult:
         needed_bytes = slots_count * self._record_bytes
         self._arena.grow_to(needed_bytes)
-        self._arena.shrink_to(needed_bytes)  # what an earlier shrink could not give back
+        self._prepared_count = 0
+        # What was prepared for more, or what an earlier shrink could not give back.
+        self._arena.shrink_to(needed_bytes)
         outcome = ResizeOutcome.UNCHANGED
         if slots_count != self._slots_count:
             outcome = ResizeOutcome.DONE
@@ -220,6 +238,7 @@ class SlotPool:
         )
         self._move(plan, now)
         self._set_slots_count(slots_count)
+        self._prepared_count = 0
         self._arena.shrink_to(slots_count * self._record_bytes)
         return self._result(
             ResizeOutcome.DONE,

@@ -124,6 +124,27 @@ def test_growth_without_memory_changes_nothing(bank: RandomBank) -> None:
     arena.close()
 
 
+def test_growth_can_be_prepared_beside_steps(cache: NaiveCache) -> None:
+    full(cache, 4)
+    before = cache.pool.committed_bytes
+    cache.pool.prepare_growth(12)
+    assert cache.pool.claimed_bytes() > before
+    assert (cache.pool.slots_count, int(cache.pool.state.slots_count)) == (4, 4)
+    cache.demand([7, 8])
+    cache.check()
+    with pytest.raises(InvalidInputError):
+        cache.pool.prepare_growth(CAPACITY + 1)
+    prepared_bytes = cache.pool.committed_bytes
+    assert cache.pool.resize(12).committed_bytes == prepared_bytes
+    cache.read_back()
+    cache.check()
+    for unused, slots_count in ((13, 12), (14, 3)):
+        cache.pool.prepare_growth(unused)
+        cache.pool.resize(slots_count)
+        cache.read_back()
+        cache.check()
+
+
 class BrokenCopier(HostCopier):
     """A device whose copies fail."""
 
