@@ -35,7 +35,7 @@ def usable(address: int) -> bool:
     """Whether the byte can be read, without a fault when it cannot."""
     read_end, write_end = os.pipe()
     try:
-        return ctypes.CDLL(None).write(write_end, ctypes.c_void_p(address), 1) == 1
+        return bool(ctypes.CDLL(None).write(write_end, ctypes.c_void_p(address), 1) == 1)
     finally:
         os.close(read_end)
         os.close(write_end)

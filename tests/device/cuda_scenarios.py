@@ -20,6 +20,7 @@ from freetokend.device.cuda_driver import CudaDriver, CudaError
 from freetokend.experts.slot_pool import ResizeOutcome
 from tests.device.arena_contract import CONTRACT, ArenaBench, at, put, usable
 from tests.device.driver_rules import RULE_SCENARIOS
+from tests.device.pinning_scenarios import PINNING_SCENARIOS
 from tests.device.scenarios_on_fake import run_scenarios
 from tests.experts.slot_pool_contract import (
     CAPACITY,
@@ -285,8 +286,8 @@ def scenarios() -> dict[str, Callable[[], None]]:
     }
     for scenario in SCENARIOS:
         named[scenario.__name__] = partial(_on_bench, partial(slot_scenario, scenario))
-    for scenario in RULE_SCENARIOS:
-        named[scenario.__name__] = scenario
+    for rule in (*RULE_SCENARIOS, *PINNING_SCENARIOS):
+        named[rule.__name__] = rule
     return named
 
 

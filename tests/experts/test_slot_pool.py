@@ -259,9 +259,15 @@ def test_addresses_and_sizes_are_checked(cache: NaiveCache) -> None:
     for slot in (-1, 8):
         with pytest.raises(InternalError, match="outside the 8"):
             cache.pool.slot_address(slot)
-    for sizes in ({"record_bytes": 100}, {"record_bytes": 16 << 20}):
+    for record_bytes in (100, 16 << 20):
         with pytest.raises(InternalError):
-            SlotPool(cache.arena, HostCopier(), experts_count=4, slots_capacity=2, **sizes)
+            SlotPool(
+                cache.arena,
+                HostCopier(),
+                record_bytes=record_bytes,
+                experts_count=4,
+                slots_capacity=2,
+            )
 
 
 def test_state_arrays_keep_their_addresses(cache: NaiveCache) -> None:
