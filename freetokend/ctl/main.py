@@ -15,6 +15,9 @@ from typing import Final, NoReturn
 from freetokend.core.errors import FreetokenError, Reason, reaction
 from freetokend.ctl.quick_start import spare_imports
 
+# Their libraries do not like stand-ins for modules.
+_ARITHMETIC_VERBS: Final = frozenset(("ftw", "trace"))
+
 EXIT_OK: Final = 0
 EXIT_USAGE: Final = 64
 EXIT_INTERRUPTED: Final = 130
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if "ftw" not in arguments:
+        if not _ARITHMETIC_VERBS & set(arguments):
             spare_imports()
         parsed = build_parser(arguments).parse_args(arguments)
         code: int = _handler(parsed)(parsed)
@@ -107,6 +110,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     _add_changing(verbs)
     _add_config(verbs)
     _add_ftw(verbs, wanted="ftw" in arguments)
+    _add_trace(verbs)
     return parser
 
 
@@ -258,3 +262,32 @@ def _add_ftw(verbs: Verbs[argparse.ArgumentParser], *, wanted: bool) -> None:
         importlib.import_module("freetokend.ctl.ftw_commands").register(verbs)
     else:
         verbs.add_parser("ftw", help="convert, check and describe model directories")
+
+
+def _add_trace(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    trace = verbs.add_parser("trace", help="compare cache policies on recorded routing")
+    trace_verbs = trace.add_subparsers(dest="trace_verb", required=True, metavar="VERB")
+    replay = _add(
+        trace_verbs,
+        "replay",
+        "trace_commands:replay",
+        "show what a recorded trace would miss under every policy (needs no daemon)",
+        "Replays a routing trace over the expert cache, a plain LRU, two fixed placements and the "
+        "optimum that knows the future. Needs no daemon; takes seconds per size.",
+    )
+    replay.add_argument("file", help="the trace")
+    replay.add_argument(
+        "--slots",
+        type=_slots,
+        action="append",
+        metavar="N",
+        help="slots of the cache; may be repeated (default: 5 to 80 %% of the experts)",
+    )
+    _add_output(replay)
+
+
+def _slots(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value

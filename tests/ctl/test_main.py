@@ -17,12 +17,13 @@ from freetokend.ctl.main import build_parser
 from tests.ctl.conftest import Ctl
 
 VERBS = ["status", "top", "wait", "version", "drain", "resume", "stop", "log-level", "config"]
+OFFLINE = ["ftw", "trace"]
 
 
 async def test_help_names_every_verb_and_exit_code(ctl: Ctl) -> None:
     done = await ctl("--help")
     assert (done.code, done.err) == (0, "")
-    for verb in [*VERBS, "ftw"]:
+    for verb in [*VERBS, *OFFLINE]:
         assert re.search(rf"^    {verb} ", done.out, re.M), verb
     told = {int(code) for code in re.findall(r"^ +(\d+)  \w", done.out, re.M)}
     # 66 and 130 as a status of the table belong to HTTP requests only.
@@ -32,7 +33,7 @@ async def test_help_names_every_verb_and_exit_code(ctl: Ctl) -> None:
 
 async def test_the_documentation_tells_the_same(ctl: Ctl) -> None:
     text = (Path(__file__).parents[2] / "docs" / "freetokenctl.md").read_text()
-    for verb in [*VERBS, "ftw"]:
+    for verb in [*VERBS, *OFFLINE]:
         assert f"| `{verb}` |" in text
     codes = (await ctl("--help")).out.partition("exit codes:\n")[2].partition("\n\n")[0]
     assert f"```\n{codes}\n```\n" in text
@@ -93,7 +94,9 @@ print(json.dumps([code, names]))
 """
 
 
-def test_no_verb_but_ftw_imports_arrays_or_tensors(environment: dict[str, str]) -> None:
+def test_no_verb_but_the_offline_ones_imports_arrays_or_tensors(
+    environment: dict[str, str],
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED, "status"],
         env=environment,

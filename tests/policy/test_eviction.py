@@ -80,6 +80,6 @@ def test_a_prompt_counts_by_the_share_of_its_tokens(
 def test_the_default_counts_in_steps(layers: int) -> None:
     order = default_order(layers)
     assert order.half_life_ticks == HALF_LIFE_STEPS * layers
-    # over a whole step, the term with the layers is worth half a half-life
-    assert order.ticks_per_layer * layers * 2 == order.half_life_ticks
+    # The term with the layers is worth a half-life over a whole step.
+    assert order.ticks_per_layer * layers == order.half_life_ticks
     assert COLDEST < NEVER
