@@ -29,10 +29,11 @@ one step's demand, that keeps experts from leaving just before they are wanted.
 
 `benchmarks/miss_rate.py` compares this with LRU, two placements and Belady's optimum. Tried on its
 traces beside it: half-lives of 1 to 64 steps, two of them together (sum and maximum), keys lowered
-at fill, the term with the layers at 1/4 to 2 half-lives per step, linear and logarithmic. Half-lives
-of 4 to 8 steps missed least where recent use says much (256 experts), 16 where it says little (8
-experts), but from 8 on LRU was better in the former. The term with the layers helped on every trace
-and at every size, most with few slots, and hardly depends on its weight.
+at fill, the term with the layers at 1/4 to 2 half-lives per step, linear and logarithmic.
+Half-lives of 4 to 8 steps missed least where recent use says much (256 experts), 16 where it says
+little (8 experts), but from 8 on LRU was better in the former. The term with the layers helped on
+every trace at nearly every size, most with few slots, and hardly depends on its weight. What is
+left: with exactly one step's demand of slots LRU can be better by a hair.
 """
 
 from __future__ import annotations
