@@ -133,9 +133,9 @@ def replayed(case: Case, *, quick: bool) -> Outcome:
     comparison = TraceComparison(case.trace)
     found = [comparison.at(slots) for slots in sizes(case, quick=quick)]
     print(
-        f"\n{case.name} ({case.trace.source}): {shape.experts_count} experts, {step_demand(shape)}"
+        f"\n{case.name} ({case.trace.source or 'drawn'}): {shape.experts_count} experts, "
+        f"{step_demand(shape)} needed in a step of one token; misses in percent\n"
     )
-    print("needed in a step of one token; misses in percent\n")
     print(table(found), flush=True)
     if case.published is not None:
         one, published = _at_published(case, found), case.published
