@@ -12,12 +12,16 @@ from typing import Final
 import torch
 
 from freetokend.core.errors import InternalError
+from freetokend.policy.eviction import NEVER
 
 NOT_RESIDENT: Final = -1
 EMPTY: Final = -1
 NEVER_DEMANDED: Final = -1
-# The key of a slot that must not be evicted: a layer that prefill is using.
-HELD: Final = (1 << 63) - 1
+# Added to the key of a slot that must not be evicted (a layer that prefill is using); taken off
+# again it leaves the key that the slot would have without.
+HELD: Final = 1 << 62
+# Keys from here on are held; those of eviction orders keep within 2 ^ 42 of 0.
+HELD_FROM: Final = 1 << 61
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +30,10 @@ class ResidencyState:
 
     slot_of_expert: int32 [experts], NOT_RESIDENT where an expert has no slot
     expert_of_slot: int32 [capacity], EMPTY where a slot holds nothing
-    slot_key: int64 [capacity], order of eviction, least first; HELD is never evicted
+    slot_key: int64 [capacity], order of eviction, least first; from HELD_FROM on never
+    evicted: key + HELD
     demanded_at: int64 [experts], clock of the last call that asked, NEVER_DEMANDED before
+    score: int64 [experts], the eviction order's, NEVER before the first use
     clock: int64 [1], one up with each plan call
     slots_count: int32 [1], slots [0, slots_count) exist
     """
@@ -36,6 +42,7 @@ class ResidencyState:
     expert_of_slot: torch.Tensor
     slot_key: torch.Tensor
     demanded_at: torch.Tensor
+    score: torch.Tensor
     clock: torch.Tensor
     slots_count: torch.Tensor
 
@@ -45,6 +52,7 @@ class ResidencyState:
             ("expert_of_slot", self.expert_of_slot, torch.int32),
             ("slot_key", self.slot_key, torch.int64),
             ("demanded_at", self.demanded_at, torch.int64),
+            ("score", self.score, torch.int64),
             ("clock", self.clock, torch.int64),
             ("slots_count", self.slots_count, torch.int32),
         ):
@@ -55,6 +63,7 @@ class ResidencyState:
                 )
         if (
             self.demanded_at.shape != self.slot_of_expert.shape
+            or self.score.shape != self.slot_of_expert.shape
             or self.slot_key.shape != self.expert_of_slot.shape
             or self.clock.numel() != 1
             or self.slots_count.numel() != 1
@@ -75,6 +84,7 @@ class ResidencyState:
             expert_of_slot=_filled(slots_capacity, EMPTY, torch.int32, device),
             slot_key=_filled(slots_capacity, 0, torch.int64, device),
             demanded_at=_filled(experts_count, NEVER_DEMANDED, torch.int64, device),
+            score=_filled(experts_count, NEVER, torch.int64, device),
             clock=_filled(1, 0, torch.int64, device),
             slots_count=_filled(1, 0, torch.int32, device),
         )

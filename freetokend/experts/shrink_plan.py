@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from freetokend.core.errors import InternalError
-from freetokend.experts.residency import EMPTY, HELD
+from freetokend.experts.residency import EMPTY, HELD_FROM
 
 Ints = npt.NDArray[np.integer]
 
@@ -34,7 +34,7 @@ class ShrinkPlan:
 
 def held_slots(expert_of_slot: Ints, slot_key: Ints) -> npt.NDArray[np.intp]:
     """Slots whose experts must not be evicted, ascending."""
-    return np.flatnonzero((expert_of_slot != EMPTY) & (slot_key == HELD))
+    return np.flatnonzero((expert_of_slot != EMPTY) & (slot_key >= HELD_FROM))
 
 
 def plan_shrink(expert_of_slot: Ints, slot_key: Ints, slots_count: int) -> ShrinkPlan:
@@ -49,7 +49,7 @@ def plan_shrink(expert_of_slot: Ints, slot_key: Ints, slots_count: int) -> Shrin
     coldest_first = occupied[np.argsort(slot_key[occupied], kind="stable")]
     dropped_count = max(0, occupied.size - slots_count)
     dropped, kept = coldest_first[:dropped_count], coldest_first[dropped_count:]
-    if dropped.size and slot_key[dropped[-1]] == HELD:
+    if dropped.size and slot_key[dropped[-1]] >= HELD_FROM:
         raise InternalError(
             f"{held_slots(expert_of_slot, slot_key).size} slots are held and only {slots_count} "
             "would remain"

@@ -11,7 +11,7 @@ from freetokend.core.errors import InternalError
 from freetokend.device.arena import Arena, rounded_up
 from freetokend.device.copier import SlotCopier
 from freetokend.experts.bank import MappedBank
-from freetokend.experts.residency import EMPTY, HELD, NEVER_DEMANDED, NOT_RESIDENT
+from freetokend.experts.residency import EMPTY, HELD_FROM, NEVER_DEMANDED, NOT_RESIDENT
 
 Ints = npt.NDArray[np.integer]
 
@@ -83,7 +83,7 @@ def _check_slots(now: Residency) -> None:
             f"slot {slot} holds expert {expert}, which is said to be in slot "
             f"{now.slot_of_expert[expert]}"
         )
-    for slot in np.flatnonzero((now.expert_of_slot == EMPTY) & (now.slot_key == HELD)):
+    for slot in np.flatnonzero((now.expert_of_slot == EMPTY) & (now.slot_key >= HELD_FROM)):
         raise InternalError(f"slot {slot} is held although it is empty")
 
 

@@ -226,6 +226,57 @@ class Program:
     def add_glu(self, *, gate: int, up: int, size: int, out: int) -> None: ...
     def add_select_rows(self, *, x: int, size: int, out: int) -> None: ...
 
+class CachePlanner:
+    def __init__(
+        self,
+        *,
+        slot_of_expert: int,
+        expert_of_slot: int,
+        slot_key: int,
+        demanded_at: int,
+        score: int,
+        clock: int,
+        slots_count: int,
+        slots_capacity: int,
+        layers_count: int,
+        experts_per_layer_count: int,
+        cpu_kernel: bool,
+        half_life_ticks: int,
+        ticks_per_layer: int,
+    ) -> None: ...
+    def plan(
+        self,
+        moe_layer_index: int,
+        *,
+        routed: int,
+        tokens_capacity: int,
+        top_k: int,
+        valid_tokens: int,
+        fillable: int,
+        fill_count: int,
+        buckets_count: int,
+        misses_capacity: int,
+        physical: int,
+        fills: int,
+        fills_count: int,
+        cpu: int,
+        cpu_count: int,
+        stats: int,
+    ) -> None: ...
+    def reserve(
+        self,
+        moe_layer_index: int,
+        *,
+        fillable: int,
+        wanted: int,
+        fills: int,
+        fills_count: int,
+        stats: int,
+    ) -> None: ...
+    def release(
+        self, moe_layer_index: int, *, uses: int, tokens_count: int, kept_count: int
+    ) -> None: ...
+
 class FillTotals:
     @property
     def fills_count(self) -> int: ...

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings_cache.h"
 #include "bindings_fill.h"
 #include "bindings_sampling.h"
 #include "src/executor.h"
@@ -181,6 +182,7 @@ void bind_executor(py::module_& module) {
 PYBIND11_MODULE(_exec, module) {
   module.doc() = "CPU kernels and the executor's threads.";
   bind_executor(module);
+  bind_cache(module);
   bind_fill(module);
   bind_program(module);
   bind_sampling(module);

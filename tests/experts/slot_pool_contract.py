@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from freetokend.device.arena import Arena
 from freetokend.device.copier import SlotCopier
+from freetokend.experts.residency import HELD_FROM
 from freetokend.experts.slot_pool import ResizeOutcome, SlotPool
 from tests.experts.slot_support import NaiveCache, RandomBank, random_bank
 
@@ -68,7 +69,7 @@ def check_history(cache: NaiveCache, history: list[Step]) -> None:
 def resize(cache: NaiveCache, slots_count: int, *, held_may_move: bool) -> None:
     """Resize and compare the outcome with brute force."""
     before = [(slot.expert, slot.key) for slot in cache.slots]
-    held = [index for index, slot in enumerate(cache.slots) if slot.key == (1 << 63) - 1]
+    held = [index for index, slot in enumerate(cache.slots) if slot.key >= HELD_FROM]
     generation = cache.pool.generation
     deferred = slots_count < len(before) and (
         len(held) > slots_count

@@ -289,6 +289,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
             expert_of_slot=empty.expert_of_slot,
             slot_key=empty.slot_key.to(torch.int32),
             demanded_at=empty.demanded_at,
+            score=empty.score,
             clock=empty.clock,
             slots_count=empty.slots_count,
         )

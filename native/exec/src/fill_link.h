@@ -12,14 +12,9 @@
 #include <thread>
 #include <vector>
 
-namespace freetoken::exec {
+#include "fill.h"
 
-// One record to copy; the layout of a plan's fill list.
-struct Fill {
-  std::int32_t expert_id;
-  std::int32_t slot;
-};
-static_assert(sizeof(Fill) == 8);
+namespace freetoken::exec {
 
 struct FillTotals {
   std::uint64_t fills_count = 0;
