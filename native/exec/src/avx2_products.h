@@ -1,8 +1,8 @@
 // Products with bf16 activations of the formats with scales, on AVX2 + FMA.
 //
-// One token: codes go from the registers they were decoded in straight into the sums. Several
-// tokens: one group of 16 rows is decoded into the first-level cache and used for all of them.
-// Both add the same numbers in the same order.
+// A few tokens: codes go from the registers they were decoded in straight into the sums. More: one
+// group of 16 rows is decoded into the first-level cache and used for all of them. Both add the
+// same numbers in the same order.
 #pragma once
 #include <immintrin.h>
 
@@ -99,20 +99,27 @@ struct SummedPanel {
 template <class Codec>
 struct Avx2Products {
   static constexpr std::size_t kMaxWidth = 5;  // ten sums of eight rows fit into the registers
+  static constexpr std::size_t kFewTokens = 3;
   using Panel = SummedPanel<Codec>;
   using Sums = typename Panel::Sums;
   static constexpr std::size_t kPairs = Codec::kStepColumns / 2;
   static constexpr std::size_t kLargestGroup = 128;
   static constexpr std::size_t kMostTokens = kTileTokens + kMaxWidth;  // of one call
 
-  // Codes times one token's activations.
+  // Codes times the activations of `Width` tokens.
+  template <std::size_t Width>
   struct Direct {
-    __m256 sum[4];
+    __m256 sum[Width][4];
     const float* x;
+    std::size_t stride;  // from one token to the next
 
     template <int Pair, int Slot>
     inline __attribute__((always_inline)) void take(__m256 codes) {
-      sum[Slot] = _mm256_fmadd_ps(codes, Codec::template factor<Slot>(x + 2 * Pair), sum[Slot]);
+#pragma GCC unroll 4
+      for (std::size_t t = 0; t < Width; ++t) {
+        sum[t][Slot] = _mm256_fmadd_ps(
+            codes, Codec::template factor<Slot>(x + t * stride + 2 * Pair), sum[t][Slot]);
+      }
     }
   };
 
@@ -225,36 +232,47 @@ struct Avx2Products {
     }
   }
 
-  // 16 rows for one token. `Format` fixes how scales are read (its group is not looked at), so
+  // 16 rows for `Width` tokens. `Format` fixes how scales are read (its group is not looked at), so
   // that the compiler leaves nothing to decide in the loop.
-  template <WeightFormat Format>
-  static void one_token(const WeightFormat& format, const std::byte* block, std::size_t columns,
-                        const float* row, float* acc) {
+  template <WeightFormat Format, std::size_t Width>
+  static void few_tokens(const WeightFormat& format, const std::byte* block, std::size_t columns,
+                         const float* rows, float* acc) {
     constexpr std::size_t kUnrolled =
         Format.kind == WeightKind::kNvfp4 || Codec::kStepColumns == 16 ? 16 : 32;
-    __m256 total[4];
-    for (auto& each : total) each = _mm256_setzero_ps();
+    constexpr Offset kUse = offset_of(Format);
+    const std::size_t stride = Panel::row_floats(columns);
+    __m256 total[Width][4];
+    for (auto& token : total) {
+      for (auto& slot : token) slot = _mm256_setzero_ps();
+    }
     std::size_t column = 0;
     for (GroupWalk walk(format, block, columns); !walk.done(); walk.next()) {
       const std::size_t count = walk.columns();
-      Direct sink;
-      for (auto& sum : sink.sum) sum = _mm256_setzero_ps();
-      sink.x = row + column;
+      Direct<Width> sink;
+      for (auto& token : sink.sum) {
+        for (auto& slot : token) slot = _mm256_setzero_ps();
+      }
+      sink.x = rows + column;
+      sink.stride = stride;
       steps<kUnrolled>(
           walk.codes(), count,
           sink, [&]() __attribute__((always_inline)) { sink.x += Codec::kStepColumns; });
-      constexpr Offset kUse = offset_of(Format);
-      const Sums x_sums = sums<kUse>(row, column, count, columns);
       SlotScales scales;
       slot_scales<Format>(walk, scales);
-      total[0] = finish<kUse, 0>(scales, sink.sum[0], x_sums, total[0]);
-      total[1] = finish<kUse, 1>(scales, sink.sum[1], x_sums, total[1]);
-      total[2] = finish<kUse, 2>(scales, sink.sum[2], x_sums, total[2]);
-      total[3] = finish<kUse, 3>(scales, sink.sum[3], x_sums, total[3]);
+#pragma GCC unroll 4
+      for (std::size_t t = 0; t < Width; ++t) {
+        const Sums x_sums = sums<kUse>(rows + t * stride, column, count, columns);
+        total[t][0] = finish<kUse, 0>(scales, sink.sum[t][0], x_sums, total[t][0]);
+        total[t][1] = finish<kUse, 1>(scales, sink.sum[t][1], x_sums, total[t][1]);
+        total[t][2] = finish<kUse, 2>(scales, sink.sum[t][2], x_sums, total[t][2]);
+        total[t][3] = finish<kUse, 3>(scales, sink.sum[t][3], x_sums, total[t][3]);
+      }
       column += count;
     }
-    _mm256_storeu_ps(acc, Codec::rows(total[0], total[1]));
-    _mm256_storeu_ps(acc + 8, Codec::rows(total[2], total[3]));
+    for (std::size_t t = 0; t < Width; ++t, acc += kRowsPerBlock) {
+      _mm256_storeu_ps(acc, Codec::rows(total[t][0], total[t][1]));
+      _mm256_storeu_ps(acc + 8, Codec::rows(total[t][2], total[t][3]));
+    }
   }
 
   // One decoded group for `Width` tokens. total: [token][slot][8].
@@ -356,11 +374,20 @@ struct Avx2Products {
                   std::size_t columns, const DotPanel* panels, int panels_count) {
     const std::size_t block_bytes = format.block_bytes(columns);
     for (int block = 0; block < blocks; ++block, weights += block_bytes) {
-      if (panels_count > 1 || panels[0].width > 1) {
+      const DotPanel& first = panels[0];
+      const auto width = static_cast<std::size_t>(first.width);
+      if (panels_count > 1 || width > kFewTokens) {
         many_tokens<Format>(format, weights, block, columns, panels, panels_count);
+        continue;
+      }
+      const auto* rows = reinterpret_cast<const float*>(first.data);
+      float* acc = first.acc + static_cast<std::size_t>(block) * width * kRowsPerBlock;
+      if (width == 1) {
+        few_tokens<Format, 1>(format, weights, columns, rows, acc);
+      } else if (width == 2) {
+        few_tokens<Format, 2>(format, weights, columns, rows, acc);
       } else {
-        one_token<Format>(format, weights, columns, reinterpret_cast<const float*>(panels[0].data),
-                          panels[0].acc + static_cast<std::size_t>(block) * kRowsPerBlock);
+        few_tokens<Format, 3>(format, weights, columns, rows, acc);
       }
     }
   }
