@@ -114,24 +114,34 @@ def ideal_rates(
     )
 
 
+def fill_branch_s(rates: FillRates, fills_count: int, *, alone: bool) -> float:
+    """Seconds to fill so many experts, while the CPU rests (alone) or runs; 0 for none."""
+    if fills_count == 0:
+        return 0.0
+    rate = rates.fill_alone_bytes_per_s if alone else rates.fill_bytes_per_s
+    return rates.fill_fixed_s + fills_count * rates.record_bytes / rate
+
+
+def cpu_branch_s(rates: FillRates, experts_count: int, *, bucket: int, alone: bool) -> float:
+    """Seconds for the CPU to execute so many experts, while nothing is filled (alone) or something
+    is; 0 for none, infinite where fills leave the CPU nothing."""
+    if experts_count == 0:
+        return 0.0
+    rate = rates.cpu_alone_bytes_per_s if alone else rates.cpu_bytes_per_s
+    if rate == 0:
+        return math.inf
+    slowdown_ratio = rates.cpu_slowdown_ratios[bucket]
+    return rates.cpu_fixed_s + experts_count * rates.record_bytes * slowdown_ratio / rate
+
+
 def split_s(rates: FillRates, *, bucket: int, misses_count: int, fills_count: int) -> float:
     """Seconds of the slower branch for one layer; infinite where the CPU would never end."""
     if not 0 <= fills_count <= misses_count:
         raise InternalError(f"{fills_count} fills of {misses_count} missing experts")
-    if misses_count == 0:
-        return 0.0
-    record_bytes = rates.record_bytes
     cpu_count = misses_count - fills_count
-    cpu_bytes = cpu_count * record_bytes * rates.cpu_slowdown_ratios[bucket]
-    if cpu_count == 0:
-        return rates.fill_fixed_s + fills_count * record_bytes / rates.fill_alone_bytes_per_s
-    if fills_count == 0:
-        return rates.cpu_fixed_s + cpu_bytes / rates.cpu_alone_bytes_per_s
-    if rates.cpu_bytes_per_s == 0:
-        return math.inf
     return max(
-        rates.fill_fixed_s + fills_count * record_bytes / rates.fill_bytes_per_s,
-        rates.cpu_fixed_s + cpu_bytes / rates.cpu_bytes_per_s,
+        fill_branch_s(rates, fills_count, alone=cpu_count == 0),
+        cpu_branch_s(rates, cpu_count, bucket=bucket, alone=fills_count == 0),
     )
 
 
