@@ -24,7 +24,7 @@ from benchmarks.peers.cache import PeerUnavailableError
 from benchmarks.peers.child import Child
 from benchmarks.peers.llama_cpp import LlamaSide, ensure_llama_bench
 from benchmarks.result import Row, write
-from benchmarks.rounds import Plan, Side, foreground, play
+from benchmarks.rounds import Plan, Side, foreground, play_rivals
 from benchmarks.synthetic_model import (
     EXPERT_SIZE,
     HEAD_SIZE,
@@ -114,8 +114,7 @@ class Bench:
                             tokens=work.tokens,
                         )
                     )
-                if hf is not None:
-                    hf.ask("batch", sequences=work.sequences, tokens=work.tokens)
+                if hf is not None and self._takes(hf, work):
                     rivals.append(hf)
                 ceiling = CeilingSide(executor, self.ceiling)
                 ceiling.bytes_per_unit = token_bytes(model)
@@ -131,13 +130,15 @@ class Bench:
     ) -> None:
         ours = OurSide(built, work.sequences, work.tokens)
         with foreground(self.first):
-            outcome = play([ours, *rivals], ceiling, self.plan)
+            outcome = play_rivals(ours, rivals, ceiling, self.plan, self.notes)
         print(f"  {outcome.disturbance()}", flush=True)
         case = (
             f"{model.layers_count} layers {model.experts}+{model.dense} {work.name} "
             f"{built.threads_count} threads {built.kernel}"
         )
         for rival in rivals:
+            if rival.name not in outcome.names:
+                continue
             goal = work.goal(model.experts) if rival.name == "llama.cpp" else 0.0
             self._add(outcome.row(case, ours.name, rival.name, "tokens/s", goal))
         if work.sequences == 1:
@@ -147,6 +148,14 @@ class Bench:
     def _add(self, row: Row) -> None:
         self.rows.append(row)
         print(f"  {row.text()}", flush=True)
+
+    def _takes(self, hf: Child, work: Work) -> bool:
+        try:
+            hf.ask("batch", sequences=work.sequences, tokens=work.tokens)
+        except PeerUnavailableError as error:
+            self.notes.append(f"left out of {work.name}: {error}")
+            return False
+        return True
 
     def _llama_programs(self) -> Path | None:
         if "llama.cpp" not in self.rivals:

@@ -23,7 +23,7 @@ from benchmarks.layer_shape import QWEN3
 from benchmarks.memory import CEILING_BYTES, CeilingSide, HugeMemory, PoolBank
 from benchmarks.our_layer import Numerics, OurLayer
 from benchmarks.result import Row, write
-from benchmarks.rounds import CallSide, Outcome, Plan, foreground, pinned_caller, play
+from benchmarks.rounds import CallSide, Outcome, Plan, foreground, pinned_caller, play_rivals
 from freetokend.core.errors import FreetokenError
 from freetokend.ftw.formats import WeightFormat, parse_format
 from freetokend.native.executor import Executor
@@ -86,7 +86,8 @@ class Bench:
         ceiling = CeilingSide(executor, self.ceiling)
         ceiling.bytes_per_unit = layer.layer_bytes(tokens)
         with foreground(self.first):
-            outcome = play([ours, *(rival.child for rival in usable)], ceiling, self.plan)
+            children = [rival.child for rival in usable]
+            outcome = play_rivals(ours, children, ceiling, self.plan, rivals.notes)
         print(f"  {outcome.disturbance()}", flush=True)
         case = (
             f"layer {layer.format} {layer.numerics} {executor.isa} {executor.threads_count} threads"
@@ -101,6 +102,8 @@ class Bench:
         )
         self._add(self._ceiling_row(outcome, case, goals, ceiling.bytes_per_unit))
         for rival in usable:
+            if rival.child.name not in outcome.names:
+                continue
             goal = goals.rival_goal(rival.program)
             self._add(
                 outcome.row(

@@ -41,15 +41,22 @@ class Rivals:
         """Start and load a rival; a failure becomes a note."""
         try:
             child = self._stack.enter_context(make())
-            about = child.ask("open", **op)
-            child.rename(_full_name(child.name, about))
-            self.loaded.append(Rival(program=program, child=child))
         except PeerUnavailableError as error:
             self.notes.append(f"left out: {error}")
+            return
+        try:
+            about = child.ask("open", **op)
+        except PeerUnavailableError as error:
+            self.notes.append(f"left out: {error}")
+            child.close()  # its weights would take memory from the others
+            return
+        child.rename(_full_name(child.name, about))
+        self.loaded.append(Rival(program=program, child=child))
 
     def batch(self, tokens: int) -> list[Rival]:
         """Those that run such a batch well enough to be timed in rounds."""
         usable = []
+        self.loaded = [rival for rival in self.loaded if not rival.child.ended]
         for rival in self.loaded:
             try:
                 error_ratio = rival.child.ask("batch", tokens=tokens)["error_ratio"]

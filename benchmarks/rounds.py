@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from benchmarks.peers.cache import PeerUnavailableError
 from benchmarks.result import Row
 
 LEAST_CPU_SHARE: Final = 0.97
@@ -156,6 +157,39 @@ def play(sides: Sequence[Side], ceiling: Side, plan: Plan) -> Outcome:
         void_count=len(played) - len(kept),
         busy=busy,
     )
+
+
+@dataclass(kw_only=True)
+class _Watched:
+    """A side that remembers that it failed."""
+
+    side: Side
+    failed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.side.name
+
+    def burst(self, seconds: float) -> Burst:
+        try:
+            return self.side.burst(seconds)
+        except PeerUnavailableError:
+            self.failed = True
+            raise
+
+
+def play_rivals(
+    ours: Side, rivals: Sequence[Side], ceiling: Side, plan: Plan, notes: list[str]
+) -> Outcome:
+    """`play` of ours with those rivals that last: one that fails in the middle becomes a note, and
+    the rounds begin anew without it. The outcome's `names` tell which are left."""
+    watched = [_Watched(side=rival) for rival in rivals]
+    while True:
+        try:
+            return play([ours, *watched], ceiling, plan)
+        except PeerUnavailableError as error:
+            notes.append(f"left out in the middle of the rounds: {error}")
+            watched = [one for one in watched if not one.failed]
 
 
 def waited_s(ignored_ids: Sequence[int] = ()) -> float:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Protocol, Self
@@ -69,8 +71,13 @@ class Child:
         """For rivals that tell only later what exactly they are."""
         self._name = name
 
+    @property
+    def ended(self) -> bool:
+        """Whether its process is gone: no request can be answered any more."""
+        return self._process.poll() is not None
+
     def ask(self, op: str, **arguments: object) -> dict[str, Any]:
-        """One request. Raises PeerUnavailableError with what the child said."""
+        """One request. Raises PeerUnavailableError with what the child said, or how it ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -81,7 +88,8 @@ class Child:
         if not line:
             self._process.wait(timeout=30)
             raise PeerUnavailableError(
-                f"{self._name} ended with status {self._process.returncode}: {self._last_errors()}"
+                f"{self._name} {ending(self._process.returncode)}; its last lines: "
+                f"{self._last_errors()}"
             )
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
@@ -99,9 +107,11 @@ class Child:
         return Burst(rate=reply["rate"], cpu_share=reply["cpu_share"])
 
     def close(self) -> None:
-        """End the child; it may be in the middle of anything."""
+        """End the child; it may be in the middle of anything, or have ended by itself."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            # a request that it no longer took is still in the buffer, and closing writes it
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -110,6 +120,16 @@ class Child:
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()
+
+
+def ending(status: int) -> str:
+    """How a process ended, from subprocess's return code, in words."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
 
 
 class Program(Protocol):
