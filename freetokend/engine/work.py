@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,9 @@ class SequenceWork:
     """The tokens of one sequence in one step.
 
     `pages` is the sequence's page table (int32), long enough for all of `token_ids`; it is only
-    valid during the step. `draw_index` is the index of the token to sample, None when the last of
-    `token_ids` is not the end of what is known (a prefill chunk in the middle).
+    valid during the step, or until the sweep has ended. `draw_index` is the index of the token to
+    sample, None when the last of `token_ids` is not the end of what is known (a prefill chunk in
+    the middle).
     """
 
     key: int
@@ -71,3 +72,36 @@ class StepEngine(Protocol):
     """Computes steps. After an exception the step may be asked again, whole or in parts."""
 
     def run(self, work: StepWork) -> StepOutcome: ...
+
+
+class Sweep(Protocol):
+    """One pass of a prefill through all layers, a layer at a time.
+
+    Between two calls of `advance` the engine may be asked for steps of other sequences.
+    """
+
+    def advance(self) -> StepOutcome | None:
+        """Compute up to and including the next MoE layer; None while there is more to do.
+
+        After an outcome or an exception the sweep is over and holds nothing any more; what it
+        was to compute may then be asked again, in a sweep or in steps.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """End it before its end, between two layers; nothing that it computed counts."""
+        ...
+
+
+@runtime_checkable
+class SweepEngine(StepEngine, Protocol):
+    """A StepEngine that also prefills by streaming whole layers. One sweep at a time.
+
+    `sweep_from_tokens`: from so many prompt tokens on a sweep is faster than steps; 0: never
+    sweep. It may change between two sweeps.
+    """
+
+    @property
+    def sweep_from_tokens(self) -> int: ...
+
+    def begin_sweep(self, work: StepWork) -> Sweep: ...

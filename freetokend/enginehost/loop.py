@@ -1,15 +1,20 @@
-"""The main loop: messages in, one scheduler step, one report out. Torch-free."""
+"""The main loop: messages in, one scheduler step, one report out. Torch-free.
+
+While a sweep is computed, each turn of the loop ends with one layer of it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, assert_never
+from typing import assert_never
 
-from freetokend.core.errors import InternalError, InvalidInputError, Reason, ResourceError, reaction
+from freetokend.core.errors import InternalError, InvalidInputError, Reason, reaction
 from freetokend.core.logs import EventLogger, set_log_level
 from freetokend.engine.work import StepEngine, StepWork
+from freetokend.enginehost.faults import MOST_FAILURES_IN_A_ROW, step_fault
 from freetokend.enginehost.inbox import Inbox, Incoming, Link
+from freetokend.enginehost.sweeping import SweepLane
 from freetokend.link.messages import (
     Cancel,
     Disconnected,
@@ -20,12 +25,7 @@ from freetokend.link.messages import (
     Shutdown,
     StepReport,
 )
-from freetokend.scheduler.limits import StepFault
 from freetokend.scheduler.scheduler import Scheduler
-
-# So many requests in a row that fail alone, without one step that worked, mean that the engine
-# itself is broken, whatever its probe says.
-MOST_FAILURES_IN_A_ROW: Final = 8
 
 
 class StepLoop:
@@ -53,6 +53,7 @@ class StepLoop:
         self._probe = probe
         self._gauges = gauges
         self._log = log
+        self._lane = SweepLane(scheduler, engine, log)
         self._ending: Shutdown | Disconnected | None = None
         self._failures_in_a_row_count = 0
         self._reports_count = 0
@@ -62,11 +63,14 @@ class StepLoop:
         """The exit code. Raises InternalError when the engine is found broken."""
         while True:
             self._take_messages()
+            self._lane.abandon_deserted()
             match self._ending:
                 case Disconnected():
                     self._log.warning("control-gone", cause=self._ending.cause)
+                    self._lane.abandon()
                     return reaction(Reason.ENGINE_UNAVAILABLE).exit_code
                 case Shutdown(drain=False):
+                    self._lane.abandon()
                     self._scheduler.abandon(Reason.DRAINING, "The service is stopping.")
                     self._report()
                     return 0
@@ -74,7 +78,10 @@ class StepLoop:
                     self._report()
                     return 0
                 case _:
+                    self._lane.begin()
                     self._step()
+                    if self._lane.is_busy:
+                        self._sweep_layer()
 
     def stats(self) -> EngineStats:
         """The present statistics; from any thread."""
@@ -129,7 +136,9 @@ class StepLoop:
         started_s = time.monotonic()
         work = self._scheduler.plan()
         if work is None:
-            if self._scheduler.has_work:
+            if self._lane.is_busy and not self._scheduler.has_updates:
+                return  # nobody decodes, and there is nothing to tell
+            if self._scheduler.has_work and not self._lane.is_busy:
                 raise InternalError("the scheduler has work but plans no step")
         else:
             self._link.set_busy(True)
@@ -138,6 +147,14 @@ class StepLoop:
             self._link.progress()
         self._link.set_busy(self._scheduler.has_work)
         self._report()
+
+    def _sweep_layer(self) -> None:
+        self._link.set_busy(True)
+        ended = self._lane.advance()
+        self._link.progress()
+        if ended:
+            self._link.set_busy(self._scheduler.has_work)
+            self._report()
 
     def _compute(self, work: StepWork) -> None:
         try:
@@ -177,14 +194,3 @@ class StepLoop:
                 stats=self.stats(),
             )
         )
-
-
-def step_fault(error: Exception) -> StepFault:
-    """An exception as the scheduler sees it; torch tells of a failed allocation in words only."""
-    text = str(error) or type(error).__name__
-    memory = (
-        isinstance(error, MemoryError)
-        or (isinstance(error, ResourceError) and error.reason is Reason.HOST_MEMORY)
-        or "can't allocate memory" in text
-    )
-    return StepFault(message=text.splitlines()[0], memory=memory)

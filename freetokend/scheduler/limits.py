@@ -13,7 +13,11 @@ from freetokend.link.messages import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """Bounds of one engine. `step_tokens` must leave room for prefill beside a full batch."""
+    """Bounds of one engine. `step_tokens` must leave room for prefill beside a full batch.
+
+    `sweep_from_tokens`: from so many prompt tokens on a sweep is faster than steps (0: never);
+    `sweep_tokens`: the most of one sweep. There are no sweeps where the most is less than that.
+    """
 
     max_running_count: int
     max_waiting_count: int
@@ -22,6 +26,8 @@ class SchedulerLimits:
     vocab_size: int
     page_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
+    sweep_from_tokens: int = 0
+    sweep_tokens: int = 0
 
     def check(self, pages_count: int) -> None:
         """Raise ConfigError when these bounds cannot be kept together."""
@@ -41,7 +47,10 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerCounts:
-    """Gauges and counters, for EngineStats. `decode_tokens_count` counts every sampled token."""
+    """Gauges and counters, for EngineStats. `decode_tokens_count` counts every sampled token.
+
+    `sweeps_count`: those that reached their end; they are no steps. `step_faults_count`: of both.
+    """
 
     running_count: int
     waiting_count: int
@@ -52,6 +61,7 @@ class SchedulerCounts:
     decode_tokens_count: int
     preemptions_count: int
     step_faults_count: int
+    sweeps_count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

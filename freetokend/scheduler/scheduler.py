@@ -1,16 +1,25 @@
 """The state machine of continuous batching. One thread calls it; it never waits for anything.
 
     submit, cancel, drain -> plan -> (the engine computes) -> commit | step_failed -> take_updates
+    plan_sweep -> (the engine computes layers, and steps between them) -> commit_sweep |
+    sweep_failed | sweep_abandoned
 
 Every accepted request is answered exactly once. The oldest request is never preempted and moves
 in every step it can, so everything that was accepted ends.
+
+Steps and sweeps do not starve each other. A sweep has a fixed number of layers and its caller
+computes at most one step between two of them, so it ends. Before it starts everyone who decodes
+has the page for the next token, and the next sweep is planned no earlier than a layer, hence a
+step, later: whoever decodes gets a token in each sweep, and in each layer as long as pages last;
+when they do not, an older sequence takes those of younger ones outside the sweep or waits for its
+end. A sweep is filled by age, so the oldest prompt moves in each. A short prompt may overtake a
+longer one beside a sweep, but not at the cost of the place and the pages that the longer one
+needs; behind a prompt that does not fit nobody starts.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Iterable
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Final
 
 from freetokend.core.errors import InternalError, Reason
@@ -18,24 +27,28 @@ from freetokend.engine.work import SequenceOutcome, StepOutcome, StepWork
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.link.messages import FinishReason, GenerateRequest, SequenceUpdate
 from freetokend.policy.admission import AdmissionState, Refused, decide_admission
-from freetokend.policy.kv_sizing import pages_for
 from freetokend.scheduler.limits import (
     SchedulerCounts,
     SchedulerLimits,
     StepFault,
     sampling_params,
 )
+from freetokend.scheduler.roster import Roster, Share
 from freetokend.scheduler.sequence import Place, Sequence
+from freetokend.scheduler.shares import (
+    decoding_shares,
+    step_shares,
+    step_shares_beside_sweep,
+    sweep_shares,
+)
 
 # A sequence that runs alone after a failed step does so in small chunks: should the cause have
 # been the size of the step, it gets through.
 ISOLATED_CHUNK_TOKENS: Final = 64
 
-_AGE: Final = attrgetter("key")
-
 
 class Scheduler:
-    """Owner of all sequences and, through the allocator, of their pages."""
+    """What happens to the sequences of its roster, and what is told about them."""
 
     def __init__(
         self,
@@ -47,26 +60,29 @@ class Scheduler:
         self._limits = limits
         self._allocator = allocator
         self._fresh_seed = fresh_seed
-        self._waiting: list[Sequence] = []  # by age
-        self._running: list[Sequence] = []  # by age
-        self._by_id: dict[str, Sequence] = {}
+        self._roster = Roster(limits, allocator)
         self._updates: list[SequenceUpdate] = []
-        self._in_flight: list[tuple[Sequence, int]] | None = None
+        self._in_flight: list[Share] | None = None
+        self._sweep: list[Share] | None = None
+        self._isolating_sweep = False
+        self._isolated_last = False
         self._next_key = 0
         self._step_tokens = limits.step_tokens
+        self._sweep_tokens = limits.sweep_tokens
+        self._sweep_from_tokens = limits.sweep_from_tokens
         self._draining = False
         self._steps_count = 0
         self._prefill_tokens_count = 0
         self._decode_tokens_count = 0
-        self._preemptions_count = 0
         self._step_faults_count = 0
+        self._sweeps_count = 0
 
     # -- what comes from outside
 
     def submit(self, request: GenerateRequest) -> None:
         """Accept or refuse; a refusal is an update. An id that is being served is ignored."""
         self._require_between_steps()
-        if request.request_id in self._by_id:
+        if request.request_id in self._roster.by_id:
             return
         refusal = self._refusal(request)
         if refusal is not None:
@@ -81,9 +97,12 @@ class Scheduler:
             )
 
     def cancel(self, request_id: str) -> None:
-        """End a request now, wherever it is; unknown ids (already answered) are ignored."""
+        """End a request now, wherever it is; unknown ids (already answered) are ignored.
+
+        The pages of one in a sweep are given back when the sweep ends: it still writes into them.
+        """
         self._require_between_steps()
-        sequence = self._by_id.get(request_id)
+        sequence = self._roster.by_id.get(request_id)
         if sequence is not None:
             self._finish(sequence, FinishReason.CANCELLED)
 
@@ -92,14 +111,35 @@ class Scheduler:
         self._draining = True
 
     def abandon(self, reason: Reason, message: str) -> None:
-        """End everything that was accepted with this error."""
+        """End everything that was accepted with this error. A sweep has been abandoned before."""
         self._in_flight = None
-        for sequence in list(self._by_id.values()):
+        if self._sweep is not None:
+            self.sweep_abandoned()
+        for sequence in list(self._roster.by_id.values()):
             self._finish(sequence, FinishReason.ERROR, reason=reason, message=message)
+
+    def set_sweep_from(self, tokens: int) -> None:
+        """The crossover, which moves with what is resident; 0: no sweep. For the next sweep."""
+        self._sweep_from_tokens = tokens
 
     @property
     def has_work(self) -> bool:
-        return bool(self._by_id)
+        return bool(self._roster.by_id)
+
+    @property
+    def has_updates(self) -> bool:
+        return bool(self._updates)
+
+    @property
+    def is_sweeping(self) -> bool:
+        return self._sweep is not None
+
+    @property
+    def sweep_is_deserted(self) -> bool:
+        """Whether a sweep is computed for nobody any more."""
+        return self._sweep is not None and all(
+            sequence.place is Place.ENDED for sequence, _ in self._sweep
+        )
 
     def take_updates(self) -> tuple[SequenceUpdate, ...]:
         """Everything that is to be told since the last call."""
@@ -109,41 +149,32 @@ class Scheduler:
 
     def counts(self) -> SchedulerCounts:
         return SchedulerCounts(
-            running_count=len(self._running),
-            waiting_count=len(self._waiting),
+            running_count=len(self._roster.running),
+            waiting_count=len(self._roster.waiting),
             pages_used_count=self._allocator.used_count,
             pages_total_count=self._allocator.pages_count,
             steps_count=self._steps_count,
             prefill_tokens_count=self._prefill_tokens_count,
             decode_tokens_count=self._decode_tokens_count,
-            preemptions_count=self._preemptions_count,
+            preemptions_count=self._roster.preemptions_count,
             step_faults_count=self._step_faults_count,
+            sweeps_count=self._sweeps_count,
         )
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless places, ages and pages agree with each other."""
-        self._allocator.check_integrity(sequence.pages for sequence in self._running)
-        for place, sequences in ((Place.WAITING, self._waiting), (Place.RUNNING, self._running)):
-            keys = [sequence.key for sequence in sequences]
-            if keys != sorted(set(keys)):
-                raise InternalError(f"{place.name} sequences are not ordered by age: {keys}")
-            for sequence in sequences:
-                held = len(sequence.pages) * self._limits.page_tokens
-                if sequence.place is not place or sequence.computed_count > held:
-                    raise InternalError(f"sequence {sequence.key} is inconsistent")
-        if len(self._by_id) != len(self._waiting) + len(self._running):
-            raise InternalError("a request is nowhere or in two places")
+        """Raise InternalError unless places, ages, pages and the sweep agree with each other."""
+        self._roster.check_integrity()
+        swept = {sequence.key for sequence, _ in self._sweep or ()}
+        marked = {one.key for one in self._roster.running if one.in_sweep}
+        if not marked <= swept or (self._sweep is None) is not (not swept):
+            raise InternalError(f"the sweep has {sorted(swept)}, but {sorted(marked)} are in it")
 
     # -- one step
 
     def plan(self) -> StepWork | None:
-        """The next step, or None when there is nothing to compute."""
+        """The next step, or None when there is nothing to compute but the sweep."""
         self._require_between_steps()
-        suspect = next((one for one in self._running if one.suspect_count > 0), None)
-        if suspect is not None:  # it has the pages already, from the step that failed
-            chosen = [(suspect, min(suspect.suspect_count, ISOLATED_CHUNK_TOKENS))]
-        else:
-            chosen = self._chosen_with_pages(self._shares())
+        chosen = self._chosen()
         if not chosen:
             return None
         self._in_flight = chosen
@@ -153,14 +184,7 @@ class Scheduler:
         """Take a computed step into account: KV, sampled tokens, ends."""
         in_flight = self._take_in_flight()
         self._steps_count += 1
-        by_key = {one.key: one for one in outcome.outcomes}
-        for sequence, count in in_flight:
-            if not sequence.is_decoding:
-                self._prefill_tokens_count += count
-            sequence.computed_count += count
-            sequence.suspect_count = max(sequence.suspect_count - count, 0)
-            if sequence.pending_count == 0:
-                self._take_outcome(sequence, by_key[sequence.key])
+        self._take_computed(in_flight, outcome)
 
     def step_failed(self, fault: StepFault) -> bool:
         """Take a step that raised into account; True when a request was failed for it.
@@ -186,97 +210,89 @@ class Scheduler:
         )
         return True
 
+    # -- one sweep
+
+    def plan_sweep(self) -> StepWork | None:
+        """The prompts of one sweep, or None when steps compute what there is sooner.
+
+        All running and waiting prefills that fit share it. The work's page tables are valid until
+        the sweep has ended; steps may be planned and computed meanwhile.
+        """
+        self._require_between_steps()
+        if self._sweep is not None:
+            raise InternalError("a sweep was planned while another is being computed")
+        if not 0 < self._sweep_from_tokens <= self._sweep_tokens or self._suspect() is not None:
+            return None
+        shares = sweep_shares(self._roster, self._sweep_tokens, self._sweep_from_tokens)
+        chosen = [share for share in self._roster.with_pages(shares) if not share[0].is_decoding]
+        if sum(count for _, count in chosen) < self._sweep_from_tokens:
+            return None  # who decodes took the pages; the rest keeps those it got
+        for sequence, _ in chosen:
+            sequence.in_sweep = True
+        self._sweep = chosen
+        return StepWork(sequences=tuple(sequence.work(count) for sequence, count in chosen))
+
+    def commit_sweep(self, outcome: StepOutcome) -> None:
+        """Take a computed sweep into account, for those that have not ended meanwhile."""
+        self._sweeps_count += 1
+        self._take_computed(self._take_sweep(), outcome)
+
+    def sweep_failed(self, fault: StepFault) -> None:
+        """Take a sweep that raised into account.
+
+        Without memory the prompts are asked again in smaller sweeps, at last in steps. Otherwise
+        each of them runs alone next, in steps: there the one that is at fault is found.
+        """
+        tokens_count = sum(count for _, count in self._sweep or ())
+        sweep = self._take_sweep()
+        self._step_faults_count += 1
+        if fault.memory:
+            self._sweep_tokens = min(self._sweep_tokens, tokens_count) // 2
+            return
+        self._isolating_sweep = True
+        for sequence, count in sweep:
+            sequence.suspect_count = count
+
+    def sweep_abandoned(self) -> None:
+        """A sweep was ended before its end: what is left of it is still to be computed."""
+        self._take_sweep()
+
     # -- parts of planning
 
-    def _shares(self) -> list[tuple[Sequence, int]]:
-        """Tokens per running sequence, then new ones: decode first, prompts by age after it."""
-        decoding_count = sum(1 for one in self._running if one.is_decoding)
-        budget = self._step_tokens - decoding_count
-        shares: list[tuple[Sequence, int]] = []
-        for sequence in self._running:
-            if sequence.is_decoding:
-                shares.append((sequence, 1))
-            elif budget > 0:
-                count = min(sequence.pending_count, budget)
-                shares.append((sequence, count))
-                budget -= count
-        free_count = self._unpromised_pages()
-        while self._waiting and budget > 0:
-            needed = self._admission_pages(self._waiting[0])
-            if len(self._running) >= self._limits.max_running_count:
-                break
-            if needed > free_count and self._running:
-                break
-            free_count -= needed
-            sequence = self._waiting.pop(0)
-            sequence.place = Place.RUNNING
-            insort(self._running, sequence, key=_AGE)
-            count = min(sequence.pending_count, budget)
-            shares.append((sequence, count))
-            budget -= count
-        return sorted(shares, key=lambda share: share[0].key)
+    def _chosen(self) -> list[Share]:
+        suspect = self._suspect()
+        if suspect is not None:  # it has the pages already, from the step that failed
+            # A prompt of a sweep takes many steps alone: who decodes gets every other one.
+            if self._isolating_sweep and self._isolated_last:
+                self._isolated_last = False
+                chosen = self._roster.with_pages(decoding_shares(self._roster))
+                if chosen:
+                    return chosen
+            self._isolated_last = True
+            return [(suspect, min(suspect.suspect_count, ISOLATED_CHUNK_TOKENS))]
+        self._isolating_sweep = self._isolated_last = False
+        if self._sweep is None:
+            shares = step_shares(self._roster, self._step_tokens)
+        else:
+            shares = step_shares_beside_sweep(
+                self._roster, self._step_tokens, self._sweep_from_tokens
+            )
+        return self._roster.with_pages(shares)
 
-    def _admission_pages(self, sequence: Sequence) -> int:
-        """Pages for all that is known and one more token."""
-        return pages_for(len(sequence.tokens) + 1, self._limits.page_tokens)
-
-    def _unpromised_pages(self) -> int:
-        """Free pages less those that running prompts will still take: prevents thrashing."""
-        promised = sum(max(self._admission_pages(one) - len(one.pages), 0) for one in self._running)
-        return self._allocator.free_count - promised
-
-    def _chosen_with_pages(
-        self, shares: Iterable[tuple[Sequence, int]]
-    ) -> list[tuple[Sequence, int]]:
-        """Give pages to the shares, oldest first; the youngest running make room.
-
-        Who makes room is never older than who needs it, so what has been chosen stays.
-        """
-        chosen: list[tuple[Sequence, int]] = []
-        for sequence, count in shares:
-            if sequence.place is Place.RUNNING and self._take_pages(sequence, count):
-                chosen.append((sequence, count))
-        return chosen
-
-    def _take_pages(self, sequence: Sequence, count: int) -> bool:
-        """False when `sequence` itself was preempted."""
-        needed = pages_for(sequence.computed_count + count, self._limits.page_tokens)
-        needed -= len(sequence.pages)
-        while needed > 0:
-            pages = self._allocator.take(needed)
-            if pages is not None:
-                sequence.pages.extend(pages)
-                return True
-            youngest = self._running[-1]
-            if youngest is sequence and len(self._running) == 1:
-                raise InternalError(
-                    f"a request of {len(sequence.tokens)} tokens was admitted but "
-                    f"{self._allocator.pages_count} pages do not hold it"
-                )
-            self._preempt(youngest)
-            if youngest is sequence:
-                return False
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Give its pages back; it will be computed again, prompt and generated tokens, in turn."""
-        self._running.remove(sequence)
-        self._release_pages(sequence)
-        sequence.place = Place.WAITING
-        insort(self._waiting, sequence, key=_AGE)
-        self._preemptions_count += 1
+    def _suspect(self) -> Sequence | None:
+        return next((one for one in self._roster.running if one.suspect_count > 0), None)
 
     # -- parts of accepting and ending
 
     def _refusal(self, request: GenerateRequest) -> Refused | None:
         """Enqueue the request and return None, or say why not."""
-        free_places = self._limits.max_running_count - len(self._running)
+        free_places = self._roster.free_places_count
         decision = decide_admission(
             len(request.prompt_token_ids),
             request.max_new_tokens,
             AdmissionState(
                 servable_context_tokens=self._limits.servable_context_tokens,
-                waiting_count=max(len(self._waiting) - free_places, 0),
+                waiting_count=max(len(self._roster.waiting) - free_places, 0),
                 max_waiting_count=self._limits.max_waiting_count,
                 draining=self._draining,
             ),
@@ -299,9 +315,18 @@ class Scheduler:
             stop_ids = self._limits.eos_token_ids.union(request.stop_token_ids)
         sequence = Sequence(self._next_key, request, sampling, decision.max_new_tokens, stop_ids)
         self._next_key += 1
-        self._by_id[request.request_id] = sequence
-        self._waiting.append(sequence)
+        self._roster.add(sequence)
         return None
+
+    def _take_computed(self, shares: list[Share], outcome: StepOutcome) -> None:
+        by_key = {one.key: one for one in outcome.outcomes}
+        for sequence, count in shares:
+            if not sequence.is_decoding:
+                self._prefill_tokens_count += count
+            sequence.computed_count += count
+            sequence.suspect_count = max(sequence.suspect_count - count, 0)
+            if sequence.pending_count == 0:
+                self._take_outcome(sequence, by_key[sequence.key])
 
     def _take_outcome(self, sequence: Sequence, outcome: SequenceOutcome) -> None:
         token_id = outcome.token_id
@@ -333,13 +358,8 @@ class Scheduler:
         reason: Reason | None = None,
         message: str = "",
     ) -> None:
-        """The only place where a request leaves: pages back, one last update."""
-        del self._by_id[sequence.request_id]
-        if sequence.place is Place.RUNNING:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
-        self._release_pages(sequence)
+        """The only place where a request leaves: one last update, and its pages go back."""
+        self._roster.remove(sequence)
         self._updates.append(
             SequenceUpdate(
                 request_id=sequence.request_id,
@@ -352,18 +372,25 @@ class Scheduler:
             )
         )
 
-    def _release_pages(self, sequence: Sequence) -> None:
-        self._allocator.release(sequence.pages)
-        del sequence.pages[:]
-        sequence.computed_count = 0
-
     def _require_between_steps(self) -> None:
         if self._in_flight is not None:
             raise InternalError("the scheduler was called while a step is being computed")
 
-    def _take_in_flight(self) -> list[tuple[Sequence, int]]:
+    def _take_in_flight(self) -> list[Share]:
         in_flight = self._in_flight
         if in_flight is None:
             raise InternalError("a step ended that was not planned")
         self._in_flight = None
         return in_flight
+
+    def _take_sweep(self) -> list[Share]:
+        """The sweep has ended; those of its shares that have not."""
+        self._require_between_steps()
+        sweep = self._sweep
+        if sweep is None:
+            raise InternalError("a sweep ended that was not planned")
+        self._sweep = None
+        self._roster.release_departed()
+        for sequence, _ in sweep:
+            sequence.in_sweep = False
+        return [share for share in sweep if share[0].place is Place.RUNNING]

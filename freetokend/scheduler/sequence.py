@@ -10,10 +10,11 @@ from freetokend.link.messages import GenerateRequest
 
 
 class Place(enum.Enum):
-    """Where a sequence is; a finished one is nowhere."""
+    """Where a sequence is."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
+    ENDED = enum.auto()
 
 
 class Sequence:
@@ -24,6 +25,7 @@ class Sequence:
 
     __slots__ = (
         "computed_count",
+        "in_sweep",
         "key",
         "max_new_tokens",
         "pages",
@@ -55,6 +57,7 @@ class Sequence:
         self.pages = array("i")
         self.place = Place.WAITING
         self.suspect_count = 0  # tokens of a step that failed, to be computed alone
+        self.in_sweep = False  # a sweep writes into its pages, even when it has ended meanwhile
 
     @property
     def generated_count(self) -> int:
@@ -68,6 +71,11 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.pending_count == 1 and self.generated_count > 0
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether its pages may be given to others."""
+        return not self.in_sweep and self.suspect_count == 0
 
     def work(self, count: int) -> SequenceWork:
         """The next `count` pending tokens; the last pending one is followed by a draw."""

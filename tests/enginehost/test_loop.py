@@ -12,8 +12,9 @@ import pytest
 from freetokend.core import logs
 from freetokend.core.errors import InternalError, Reason, ResourceError
 from freetokend.engine.work import StepOutcome, StepWork
+from freetokend.enginehost.faults import MOST_FAILURES_IN_A_ROW, step_fault
 from freetokend.enginehost.inbox import Inbox, Incoming
-from freetokend.enginehost.loop import MOST_FAILURES_IN_A_ROW, StepLoop, step_fault
+from freetokend.enginehost.loop import StepLoop
 from freetokend.enginehost.probe import TokenProbe
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.link.messages import (
