@@ -205,6 +205,13 @@ class Service:
                 pin_pool=engine.pin_pool,
                 backend=engine.backend,
                 numerics=engine.numerics,
+                device=engine.device,
+                slots_count=engine.slots_count,
+                device_bytes=engine.device_bytes,
+                link_bytes_per_s=engine.link_bytes_per_s,
+                preset=engine.preset,
+                layers=engine.layers,
+                sweep_tokens=engine.sweep_tokens,
             ),
         )
 

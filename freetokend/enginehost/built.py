@@ -9,9 +9,10 @@ from typing import Protocol
 from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts
 from freetokend.engine.work import StepEngine
+from freetokend.enginehost.cache_control import CacheControl
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.kvcache.allocator import PageAllocator
-from freetokend.link.messages import EngineSettings
+from freetokend.link.messages import CacheDescription, EngineSettings
 from freetokend.native.executor import Numerics
 from freetokend.policy.kv_sizing import KvPlan
 from freetokend.scheduler.scheduler import Scheduler
@@ -24,6 +25,7 @@ class BuiltEngine:
     `numerics` is what is computed, whatever was asked; `dense_formats`: the weight formats of all
     matrices but the experts', the one with most bytes first.
     `finished_ops` counts what the engine has computed and grows during a step; from any thread.
+    `cache`, `cache_description`: of the expert cache; None without one.
     """
 
     engine: StepEngine
@@ -38,6 +40,8 @@ class BuiltEngine:
     expert_executions: Callable[[], int]
     finished_ops: Callable[[], int]
     notes: tuple[str, ...]
+    cache: CacheControl | None = None
+    cache_description: CacheDescription | None = None
 
 
 class EngineBuilder(Protocol):

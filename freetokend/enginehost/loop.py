@@ -12,6 +12,7 @@ from typing import assert_never
 from freetokend.core.errors import InternalError, InvalidInputError, Reason, reaction
 from freetokend.core.logs import EventLogger, set_log_level
 from freetokend.engine.work import StepEngine, StepWork
+from freetokend.enginehost.cache_control import CacheCommands
 from freetokend.enginehost.faults import MOST_FAILURES_IN_A_ROW, step_fault
 from freetokend.enginehost.inbox import Inbox, Incoming, Link
 from freetokend.enginehost.sweeping import SweepLane
@@ -21,9 +22,11 @@ from freetokend.link.messages import (
     EngineSettings,
     EngineStats,
     GenerateRequest,
+    ResizeCache,
     SetLogLevel,
     Shutdown,
     StepReport,
+    VerifyCache,
 )
 from freetokend.scheduler.scheduler import Scheduler
 
@@ -33,6 +36,7 @@ class StepLoop:
 
     `probe` computes one known token and raises if that fails. `gauges` adds what the loop does not
     know (pinning, expert executions) to the statistics; it may be called from other threads.
+    `cache_commands` are done between steps; None: the engine has no expert cache.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class StepLoop:
         probe: Callable[[], object],
         gauges: Callable[[EngineStats], EngineStats],
         log: EventLogger,
+        cache_commands: CacheCommands | None = None,
     ) -> None:
         self._inbox = inbox
         self._link = link
@@ -54,6 +59,7 @@ class StepLoop:
         self._gauges = gauges
         self._log = log
         self._lane = SweepLane(scheduler, engine, log)
+        self._cache_commands = cache_commands or CacheCommands(None, send=link.send, log=log)
         self._ending: Shutdown | Disconnected | None = None
         self._failures_in_a_row_count = 0
         self._reports_count = 0
@@ -107,6 +113,7 @@ class StepLoop:
             self._take(message)
             # What the message led to (a refusal, a step) must not wait for the next message.
             wait = False
+        self._cache_commands.run()
 
     def _take(self, message: Incoming) -> None:
         match message:
@@ -121,6 +128,8 @@ class StepLoop:
                 self._ending = message
             case SetLogLevel():
                 self._set_log_level(message.level)
+            case ResizeCache() | VerifyCache():
+                self._cache_commands.take(message)
             case EngineSettings():
                 self._log.warning("settings-ignored", model=message.model)
             case _:

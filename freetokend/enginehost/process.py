@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, cast
 
+from freetokend.core.cache_stats import CacheCounters
 from freetokend.core.errors import (
     CancelledRequestError,
     ConfigError,
@@ -27,6 +28,7 @@ from freetokend.core.logs import EventLogger, logger, set_up_logging
 from freetokend.enginehost.attach import AttachedPool, attach_pool
 from freetokend.enginehost.backend import BackendChoice, choose_backend, find_gpus
 from freetokend.enginehost.built import BuiltEngine, EngineBuilder
+from freetokend.enginehost.cache_control import CacheCommands
 from freetokend.enginehost.host_facts import CpuChoice, read_cpu_choice
 from freetokend.enginehost.inbox import Inbox, Incoming
 from freetokend.enginehost.loop import StepLoop
@@ -81,14 +83,19 @@ class BackgroundImport:
 
 
 class LiveStats:
-    """What heartbeats tell: nothing while loading, then what the loop says. Pinning goes on while
-    no step is computed."""
+    """What heartbeats tell: nothing while loading, then what the loop and the cache say. Pinning
+    goes on while no step is computed."""
 
     def __init__(self) -> None:
         self.source: Callable[[], EngineStats] = EngineStats
+        self.cache_source: Callable[[], CacheCounters | None] = lambda: None
 
     def __call__(self) -> EngineStats:
         return self.source()
+
+    def cache(self) -> CacheCounters | None:
+        """None without an expert cache."""
+        return self.cache_source()
 
 
 def run_engine(address: str, lifeline_fd: int, model_dir: Path) -> int:
@@ -101,7 +108,9 @@ def run_engine(address: str, lifeline_fd: int, model_dir: Path) -> int:
         heavy = BackgroundImport(BUILD_MODULE)
         pool = _take_lifeline(lifeline_fd)
         live = LiveStats()
-        client = EngineLinkClient(address, token=take_link_token(), kind="native", stats=live)
+        client = EngineLinkClient(
+            address, token=take_link_token(), kind="native", stats=live, cache=live.cache
+        )
         settings = client.connect()
         set_up_logging(settings.log_level, settings.log_format)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -207,8 +216,17 @@ class _Host:
             probe=probe.run,
             gauges=lambda stats: _with_gauges(stats, attached, built),
             log=self._log,
+            cache_commands=CacheCommands(
+                built.cache,
+                send=client.send,
+                log=self._log,
+                experts_per_layer_count=directory.index.expert_bank.experts_per_layer_count,
+                backend=backend.backend,
+            ),
         )
         self._live.source = loop.stats
+        if built.cache is not None:
+            self._live.cache_source = built.cache.counters
         client.set_busy(False)
         described = self._describe(directory, attached, built, backend, first_token_s, cpus)
         client.send(described)
@@ -278,6 +296,7 @@ class _Host:
             cpus=cpus.cpus,
             threads_reason=cpus.reason,
             notes=(*backend.notes, *attached.notes, *built.notes),
+            cache=built.cache_description,
         )
 
 

@@ -11,8 +11,19 @@ from types import MappingProxyType
 from typing import Final, assert_never
 
 from freetokend.api.link.v1 import link_pb2 as pb
-from freetokend.core.errors import InternalError, Reason
+from freetokend.link.cache_codec import (
+    decode_cache_description,
+    decode_cache_stats,
+    decode_resized,
+    decode_verified,
+    encode_cache_description,
+    encode_cache_stats,
+    encode_resized,
+    encode_verified,
+)
 from freetokend.link.messages import (
+    CacheResized,
+    CacheVerified,
     Cancel,
     ControlMessage,
     EngineDescription,
@@ -26,17 +37,15 @@ from freetokend.link.messages import (
     Hello,
     LoadProgress,
     LoadStage,
+    ResizeCache,
     Sampling,
     SequenceUpdate,
     SetLogLevel,
     Shutdown,
     StepReport,
+    VerifyCache,
 )
-
-
-class LinkProtocolError(InternalError):
-    """The other end of the link sent something that no build of ours sends."""
-
+from freetokend.link.protocol_errors import LinkProtocolError, decode_reason
 
 _STAGES: Final[Mapping[str, pb.LoadStage]] = MappingProxyType(
     {
@@ -99,12 +108,17 @@ def encode_engine_message(message: EngineMessage) -> pb.EngineMessage:
                     progress_count=message.progress_count,
                     busy=message.busy,
                     stats=_encode_stats(message.stats),
+                    cache=None if message.cache is None else encode_cache_stats(message.cache),
                 )
             )
         case Failure():
             return pb.EngineMessage(
                 failure=pb.Failure(reason=str(message.reason), message=message.message)
             )
+        case CacheResized():
+            return pb.EngineMessage(cache_resized=encode_resized(message))
+        case CacheVerified():
+            return pb.EngineMessage(cache_verified=encode_verified(message))
         case _:
             assert_never(message)
 
@@ -144,11 +158,16 @@ def decode_engine_message(message: pb.EngineMessage) -> EngineMessage:
                 progress_count=beat.progress_count,
                 busy=beat.busy,
                 stats=_decode_stats(beat.stats),
+                cache=decode_cache_stats(beat.cache) if beat.HasField("cache") else None,
             )
         case "failure":
             return Failure(
-                reason=_decode_reason(message.failure.reason), message=message.failure.message
+                reason=decode_reason(message.failure.reason), message=message.failure.message
             )
+        case "cache_resized":
+            return decode_resized(message.cache_resized)
+        case "cache_verified":
+            return decode_verified(message.cache_verified)
         case _:
             raise LinkProtocolError("the engine sent a message without a known body")
 
@@ -166,6 +185,14 @@ def encode_control_message(message: ControlMessage) -> pb.ControlMessage:
             return pb.ControlMessage(shutdown=pb.Shutdown(drain=message.drain))
         case SetLogLevel():
             return pb.ControlMessage(set_log_level=pb.SetLogLevel(level=message.level))
+        case ResizeCache():
+            return pb.ControlMessage(
+                resize_cache=pb.ResizeCache(
+                    generation=message.generation, slots_count=message.slots_count
+                )
+            )
+        case VerifyCache():
+            return pb.ControlMessage(verify_cache=pb.VerifyCache(request_id=message.request_id))
         case _:
             assert_never(message)
 
@@ -183,15 +210,13 @@ def decode_control_message(message: pb.ControlMessage) -> ControlMessage:
             return Shutdown(drain=message.shutdown.drain)
         case "set_log_level":
             return SetLogLevel(level=message.set_log_level.level)
+        case "resize_cache":
+            resize = message.resize_cache
+            return ResizeCache(generation=resize.generation, slots_count=resize.slots_count)
+        case "verify_cache":
+            return VerifyCache(request_id=message.verify_cache.request_id)
         case _:
             raise LinkProtocolError("control sent a message without a known body")
-
-
-def _decode_reason(text: str) -> Reason:
-    try:
-        return Reason(text)
-    except ValueError:
-        raise LinkProtocolError(f"the engine gave an unknown reason {text[:64]!r}") from None
 
 
 def _encode_settings(settings: EngineSettings) -> pb.Welcome:
@@ -208,6 +233,13 @@ def _encode_settings(settings: EngineSettings) -> pb.Welcome:
         pin_pool=settings.pin_pool,
         backend=settings.backend,
         numerics=settings.numerics,
+        device=settings.device,
+        slots_count=settings.slots_count,
+        device_bytes=settings.device_bytes,
+        link_bytes_per_s=settings.link_bytes_per_s,
+        preset=settings.preset,
+        layers=settings.layers,
+        sweep_tokens=settings.sweep_tokens,
     )
 
 
@@ -225,6 +257,13 @@ def _decode_settings(welcome: pb.Welcome) -> EngineSettings:
         pin_pool=welcome.pin_pool,
         backend=welcome.backend,
         numerics=welcome.numerics,
+        device=welcome.device,
+        slots_count=welcome.slots_count,
+        device_bytes=welcome.device_bytes,
+        link_bytes_per_s=welcome.link_bytes_per_s,
+        preset=welcome.preset,
+        layers=welcome.layers,
+        sweep_tokens=welcome.sweep_tokens,
     )
 
 
@@ -284,7 +323,7 @@ def _decode_update(output: pb.SequenceOutput) -> SequenceUpdate:
         request_id=output.request_id,
         token_ids=tuple(output.token_ids),
         finish_reason=_FINISH_VALUES[output.finish_reason],
-        error_reason=_decode_reason(output.error_reason) if output.error_reason else None,
+        error_reason=decode_reason(output.error_reason) if output.error_reason else None,
         error_message=output.error_message,
         prompt_tokens=output.prompt_tokens,
         cached_tokens=output.cached_tokens,
@@ -361,6 +400,7 @@ def _encode_description(description: EngineDescription) -> pb.Ready:
         dense_formats=description.dense_formats,
         cpus=description.cpus,
         threads_reason=description.threads_reason,
+        cache=None if description.cache is None else encode_cache_description(description.cache),
     )
 
 
@@ -393,4 +433,5 @@ def _decode_description(ready: pb.Ready) -> EngineDescription:
         cpus=tuple(ready.cpus),
         threads_reason=ready.threads_reason,
         notes=tuple(ready.notes),
+        cache=decode_cache_description(ready.cache) if ready.HasField("cache") else None,
     )

@@ -13,9 +13,9 @@ import grpc
 from freetokend import __version__
 from freetokend.api.link.v1 import link_pb2 as pb
 from freetokend.api.link.v1 import link_pb2_grpc as pb_grpc
+from freetokend.core.cache_stats import CacheCounters
 from freetokend.core.errors import AccessError, ConfigError, FreetokenError, UnavailableError
 from freetokend.link.codec import (
-    LinkProtocolError,
     decode_control_message,
     encode_engine_message,
 )
@@ -32,6 +32,7 @@ from freetokend.link.messages import (
 )
 from freetokend.link.options import CHANNEL_OPTIONS
 from freetokend.link.outbox import Outbox
+from freetokend.link.protocol_errors import LinkProtocolError
 
 TOKEN_ENVIRONMENT: Final = "FREETOKEND_LINK_TOKEN"
 
@@ -64,10 +65,11 @@ class EngineLinkClient:
         kind: str,
         heartbeat_s: float = 1.0,
         stats: Callable[[], EngineStats] | None = None,
+        cache: Callable[[], CacheCounters | None] = lambda: None,
         link_version: int = LINK_VERSION,
     ) -> None:
         """`address` is "unix:PATH". `stats`, if given, is asked at every heartbeat; otherwise the
-        last `StepReport`'s are repeated."""
+        last `StepReport`'s are repeated. `cache` is asked at every heartbeat, in its thread."""
         self.inbox: queue.SimpleQueue[ControlMessage | Disconnected] = queue.SimpleQueue()
         self._address = address
         self._hello = Hello(
@@ -79,6 +81,7 @@ class EngineLinkClient:
         )
         self._heartbeat_s = heartbeat_s
         self._stats_source = stats
+        self._cache_source = cache
         self._last_stats = EngineStats()
         self._progress_lock = threading.Lock()
         self._progress_count = 0
@@ -189,6 +192,7 @@ class EngineLinkClient:
                     progress_count=self._progress_count + self._watched(),
                     busy=self._busy,
                     stats=stats,
+                    cache=self._cache_source(),
                 )
             )
 

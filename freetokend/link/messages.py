@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol, Self
 
+from freetokend.core.cache_stats import CacheCounters
 from freetokend.core.errors import Reason
+from freetokend.policy.backend_choice import LayerBranch
 
-LINK_VERSION: Final = 1
+LINK_VERSION: Final = 2
 """Rises with every incompatible change of link.proto; both ends must say the same."""
 
 
@@ -93,8 +95,34 @@ class LoadProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRun:
+    """What `layers_count` neighbouring MoE layers do with their misses, and why."""
+
+    layers_count: int
+    branch: LayerBranch
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheDescription:
+    """The expert cache of an engine that has one.
+
+    `slots_count`: at the start; `slots_capacity`: the most there can be. `layer_runs`: all MoE
+    layers in their order. `fill_rate_source`: where the rates of the fill table come from, in
+    words.
+    """
+
+    slots_count: int
+    slots_capacity: int
+    layer_runs: tuple[LayerRun, ...] = ()
+    fill_rate_source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
     """What a ready engine says of itself (proto `Ready`).
+
+    `device` is what holds the slots ("host", "cuda:GPU-..."), or "cpu" without a cache.
 
     `numerics` is what is really computed, "exact" or "fast"; formats are names of weight formats,
     `expert_format` "" without experts; `threads_reason` says why it is these `cpus`.
@@ -127,6 +155,7 @@ class EngineDescription:
     cpus: tuple[int, ...]
     threads_reason: str
     notes: tuple[str, ...] = ()
+    cache: CacheDescription | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +183,9 @@ class EngineStats:
 class EngineSettings:
     """What control tells a new engine besides its command line (proto `Welcome`).
 
-    0 leaves the choice to the engine for `threads_count`, `kv_bytes` and `max_context_tokens`.
+    0 leaves the choice to the engine for `threads_count`, `kv_bytes`, `max_context_tokens`,
+    `slots_count`, `device_bytes` and `sweep_tokens`; `link_bytes_per_s` 0: as fast as memory.
+    `layers` is read by `policy.layer_overrides`.
     """
 
     model: str
@@ -169,6 +200,13 @@ class EngineSettings:
     pin_pool: bool = True
     backend: str = "auto"
     numerics: str = "exact"
+    device: str = "auto"
+    slots_count: int = 0
+    device_bytes: int = 0
+    link_bytes_per_s: int = 0
+    preset: str = "auto"
+    layers: str = ""
+    sweep_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,11 +231,15 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Sent every second by a thread of its own; `progress_count` moves while work advances."""
+    """Sent every second by a thread of its own; `progress_count` moves while work advances.
+
+    `cache`: None without an expert cache.
+    """
 
     progress_count: int
     busy: bool
     stats: EngineStats = EngineStats()
+    cache: CacheCounters | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,16 +272,95 @@ class SetLogLevel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeCache:
+    """Give the expert cache this many slots between two steps.
+
+    Idempotent: a command of a generation that was done is only answered again, one that is older
+    than another the engine has seen is not done.
+    """
+
+    generation: int
+    slots_count: int
+
+
+class ResizeOutcome(StrEnum):
+    """What became of a resize."""
+
+    DONE = "done"
+    UNCHANGED = "unchanged"
+    DEFERRED = "deferred"  # not now; the same command may be sent again
+    SUPERSEDED = "superseded"  # a newer command had come
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheResized:
+    """The answer to `ResizeCache`. Sizes are those that hold now; `duration_s`: no step meanwhile.
+
+    `note`: why it is deferred. `error_reason` is set with FAILED only.
+    """
+
+    generation: int
+    outcome: ResizeOutcome
+    slots_count: int = 0
+    committed_bytes: int = 0
+    moved_count: int = 0
+    dropped_count: int = 0
+    duration_s: float = 0.0
+    note: str = ""
+    error_reason: Reason | None = None
+    error_message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyCache:
+    """Compare every resident slot with the pool between two steps."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotDifference:
+    """A slot that does not hold its expert's record; `offset_bytes`: where it first differs."""
+
+    layer_index: int
+    expert_index: int
+    slot_index: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheVerified:
+    """The answer to `VerifyCache`; `error_reason` is None when the comparison could be made."""
+
+    request_id: str
+    compared_count: int = 0
+    compared_bytes: int = 0
+    differences: tuple[SlotDifference, ...] = ()
+    duration_s: float = 0.0
+    error_reason: Reason | None = None
+    error_message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnected:
     """Engine side only, never on the wire: the stream to control is gone, and why."""
 
     cause: str
 
 
-EngineMessage = Hello | LoadProgress | EngineDescription | StepReport | Heartbeat | Failure
+CacheCommand = ResizeCache | VerifyCache
+"""What control asks of the expert cache; each is answered exactly once."""
+
+CacheAnswer = CacheResized | CacheVerified
+"""The engine's answers to `CacheCommand`s."""
+
+EngineMessage = (
+    Hello | LoadProgress | EngineDescription | StepReport | Heartbeat | Failure | CacheAnswer
+)
 """What the engine sends."""
 
-ControlMessage = EngineSettings | GenerateRequest | Cancel | Shutdown | SetLogLevel
+ControlMessage = EngineSettings | GenerateRequest | Cancel | Shutdown | SetLogLevel | CacheCommand
 """What control sends."""
 
 
@@ -248,7 +369,7 @@ class EngineSnapshot:
     """Everything control knows of the engine at one instant; immutable, cheap to take.
 
     `last_progress_s` and `state_since_s` are `time.monotonic()` values. `cause` says why the last
-    engine died (empty: it never did).
+    engine died (empty: it never did). `cache`: as of the last heartbeat.
     """
 
     state: EngineState
@@ -257,6 +378,7 @@ class EngineSnapshot:
     pid: int | None = None
     description: EngineDescription | None = None
     stats: EngineStats = EngineStats()
+    cache: CacheCounters | None = None
     load: LoadProgress | None = None
     busy: bool = False
     last_progress_s: float = 0.0

@@ -14,8 +14,8 @@ class Outbox:
 
     At most one `StepReport`, one `LoadProgress` and one `Heartbeat` wait at a time: a newer report
     is merged into the waiting one (nothing is lost), a newer progress or heartbeat replaces it.
-    The other kinds are sent once in an engine's life. So its size is bounded by the tokens of the
-    running requests, however slowly control reads.
+    The other kinds are sent once in an engine's life, or once per command of control. So its size
+    is bounded by the tokens of the running requests, however slowly control reads.
     """
 
     def __init__(self) -> None:

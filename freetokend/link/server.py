@@ -19,7 +19,6 @@ from freetokend.api.link.v1 import link_pb2 as pb
 from freetokend.api.link.v1 import link_pb2_grpc as pb_grpc
 from freetokend.core.errors import ConfigError
 from freetokend.link.codec import (
-    LinkProtocolError,
     decode_engine_message,
     encode_control_message,
 )
@@ -32,6 +31,7 @@ from freetokend.link.messages import (
     Hello,
 )
 from freetokend.link.options import CHANNEL_OPTIONS
+from freetokend.link.protocol_errors import LinkProtocolError
 
 _HELLO_TIMEOUT_S: Final = 10.0
 _MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of Linux, without the final zero

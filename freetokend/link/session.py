@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, assert_never
 
+from freetokend.core.cache_stats import CacheCounters
 from freetokend.core.errors import ConfigError, Reason, reaction
 from freetokend.core.logs import is_routine
 from freetokend.link.handover import PoolHandover
 from freetokend.link.liveness import Liveness, LivenessLimits
 from freetokend.link.messages import (
+    CacheAnswer,
+    CacheResized,
+    CacheVerified,
     ControlMessage,
     EngineDescription,
     EngineMessage,
@@ -91,6 +95,10 @@ class SessionEvents(Protocol):
         """Tokens and ends of sequences."""
         ...
 
+    def session_cache_answer(self, answer: CacheAnswer) -> None:
+        """The expert cache was resized or compared."""
+        ...
+
     def session_lost(self, cause: str) -> None:
         """Nothing more will come; the engine `cause`, as far as that is known yet."""
         ...
@@ -112,6 +120,7 @@ class EngineSession:
         self.pid: int | None = None
         self.description: EngineDescription | None = None
         self.stats = EngineStats()
+        self.cache: CacheCounters | None = None
         self.load: LoadProgress | None = None
         self.cause = ""  # why it ends, as soon as it does
         self.liveness = Liveness(limits, clock())
@@ -193,6 +202,7 @@ class EngineSession:
                 self._events.session_updates(message.outputs)
             case Heartbeat():
                 self.stats = message.stats
+                self.cache = message.cache
                 self.liveness.heartbeat(
                     now_s, progress_count=message.progress_count, busy=message.busy
                 )
@@ -210,6 +220,9 @@ class EngineSession:
                 _log.info("engine-ready", extra={"engine_pid": self.pid})
             case Failure():
                 self._failure = message
+            case CacheResized() | CacheVerified():
+                self.liveness.worked(now_s)
+                self._events.session_cache_answer(message)
             case Hello():
                 self.kill("it said Hello twice")
             case _:

@@ -11,8 +11,12 @@ from dataclasses import replace
 from typing import Final
 
 from freetokend.core.errors import Reason, UnavailableError
+from freetokend.link.cache_requests import CacheRequests
 from freetokend.link.liveness import LivenessLimits
 from freetokend.link.messages import (
+    CacheAnswer,
+    CacheResized,
+    CacheVerified,
     Cancel,
     EngineSnapshot,
     EngineState,
@@ -25,6 +29,8 @@ from freetokend.link.server import LinkServer
 from freetokend.link.session import EngineEnd, EngineLaunch, EngineSession
 from freetokend.link.streams import RequestTable, UpdateStream
 from freetokend.policy.restart import GiveUp, RestartBudget, RestartHistory, after_death
+
+CACHE_ANSWER_TIMEOUT_S: Final = 120.0
 
 _LOADING_RETRY_S: Final = 5.0
 _QUEUE_RETRY_S: Final = 1.0
@@ -55,6 +61,7 @@ class EngineSupervisor:
         self._limits = LivenessLimits() if limits is None else limits
         self._clock = clock
         self._requests = RequestTable()
+        self._cache_requests = CacheRequests()
         self._session: EngineSession | None = None
         self._runner: asyncio.Task[None] | None = None
         self._idle_state = EngineState.STARTING  # the state while no session runs
@@ -101,6 +108,7 @@ class EngineSupervisor:
             pid=session.pid,
             description=session.description,
             stats=session.stats,
+            cache=session.cache,
             load=session.load,
             busy=common.busy or session.liveness.busy,
             last_progress_s=session.liveness.progress_s,
@@ -165,6 +173,31 @@ class EngineSupervisor:
         if self._session is not None:
             self._session.send(SetLogLevel(level=level))
 
+    async def resize_cache(
+        self, slots_count: int, *, timeout_s: float = CACHE_ANSWER_TIMEOUT_S
+    ) -> CacheResized:
+        """Give the expert cache so many slots while requests run; what became of it.
+
+        A DEFERRED one may be tried again; SUPERSEDED: another call came later and counts.
+        Raises `UnavailableError` (no engine is ready, it ended or does not answer) and the
+        engine's refusal as `FreetokenError` of its reason.
+        """
+        return await self._cache_requests.resize(self._cache_session().send, slots_count, timeout_s)
+
+    async def verify_cache(self, *, timeout_s: float = CACHE_ANSWER_TIMEOUT_S) -> CacheVerified:
+        """Compare every resident slot with the pool. Raises as `resize_cache` does."""
+        return await self._cache_requests.verify(self._cache_session().send, timeout_s)
+
+    def _cache_session(self) -> EngineSession:
+        """The session of an engine that is ready, draining or not."""
+        if self._session is None or self._session.state is not EngineState.READY:
+            raise UnavailableError(
+                "the engine is not ready, so there is no expert cache now; see "
+                "`freetokenctl status` and try again",
+                retry_after_s=_LOADING_RETRY_S,
+            )
+        return self._session
+
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests and wait for the running ones; returns how many still run.
 
@@ -213,8 +246,14 @@ class EngineSupervisor:
         for update in updates:
             self._requests.deliver(update)
 
+    def session_cache_answer(self, answer: CacheAnswer) -> None:
+        """`SessionEvents`: wake who waits for it."""
+        self._cache_requests.answered(answer)
+        self._refresh()
+
     def session_lost(self, cause: str) -> None:
         """`SessionEvents`: end every request in flight, now."""
+        self._cache_requests.fail_all(f"the engine {cause} while its cache was at work")
         self._requests.fail_all(
             Reason.ENGINE_FAILED, f"the engine {cause}; the request is lost, send it again"
         )

@@ -14,6 +14,7 @@ from typing import Final, NoReturn, assert_never
 from freetokend.core.errors import Reason, reaction
 from freetokend.link.engine_side import EngineLinkClient
 from freetokend.link.messages import (
+    CacheDescription,
     Cancel,
     ControlMessage,
     Disconnected,
@@ -25,11 +26,14 @@ from freetokend.link.messages import (
     GenerateRequest,
     LoadProgress,
     LoadStage,
+    ResizeCache,
     SequenceUpdate,
     SetLogLevel,
     Shutdown,
     StepReport,
+    VerifyCache,
 )
+from freetokend.scripted.cache import ScriptedCache, resized, verified
 from freetokend.scripted.script import Fault, FaultAction, FaultPoint, Script, TokenKind
 
 _CONTEXT_TOKENS: Final = 8192
@@ -50,9 +54,16 @@ class ScriptedEngine:
     """Plays `script` over `client` until told to stop; `run` returns the exit code."""
 
     def __init__(
-        self, script: Script, client: EngineLinkClient, script_path: Path, pool_bytes: int = 0
+        self,
+        script: Script,
+        client: EngineLinkClient,
+        script_path: Path,
+        pool_bytes: int = 0,
+        cache: ScriptedCache | None = None,
     ) -> None:
+        """`cache` None: an engine without an expert cache."""
         self._script = script
+        self._cache = cache
         self._client = client
         self._script_path = script_path
         self._pool_bytes = pool_bytes
@@ -128,8 +139,12 @@ class ScriptedEngine:
             cpus=(),
             threads_reason="",
             notes=("this engine is scripted: it computes nothing",),
+            cache=self._describe_cache(),
         )
         return replace(described, **self._script.description)
+
+    def _describe_cache(self) -> CacheDescription | None:
+        return None if self._cache is None else self._cache.description()
 
     def _finished(self) -> bool:
         return self._ending is not None and not (self._ending_lets_work() and self._running)
@@ -158,6 +173,10 @@ class ScriptedEngine:
                 self._ending = Shutdown(drain=False)
             case SetLogLevel() | EngineSettings():
                 pass
+            case ResizeCache():
+                self._client.send(resized(self._cache, message))
+            case VerifyCache():
+                self._client.send(verified(self._cache, message))
             case _:
                 assert_never(message)
 
@@ -220,6 +239,8 @@ class ScriptedEngine:
             self._take_messages(wait=False)
         started_s = time.monotonic()
         self._stats = replace(self._stats, steps_count=self._stats.steps_count + 1)
+        if self._cache is not None:
+            self._cache.step()
         self._strike(FaultPoint.STEP)
         if self._script.step_s > 0:
             time.sleep(self._script.step_s)

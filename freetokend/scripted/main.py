@@ -14,6 +14,7 @@ from freetokend.core.errors import FreetokenError, reaction
 from freetokend.link.engine_side import EngineLinkClient, take_link_token
 from freetokend.link.messages import LINK_VERSION
 from freetokend.native.lifeline import Lifeline, receive_pool
+from freetokend.scripted.cache import ScriptedCache
 from freetokend.scripted.engine import ScriptedEngine
 from freetokend.scripted.script import read_script
 
@@ -49,14 +50,16 @@ def _run(script_path: Path, address: str, lifeline_fd: int) -> int:
         pool_bytes = os.fstat(pool.fd).st_size
         os.close(pool.fd)  # a script needs no weights
     script = read_script(script_path)
+    cache = None if script.cache is None else ScriptedCache(script.cache)
     client = EngineLinkClient(
         address,
         token=take_link_token(),
         kind="scripted",
         heartbeat_s=script.heartbeat_s,
+        cache=lambda: None if cache is None else cache.counters(),
         link_version=script.link_version or LINK_VERSION,
     )
     try:
-        return ScriptedEngine(script, client, script_path, pool_bytes).run()
+        return ScriptedEngine(script, client, script_path, pool_bytes, cache).run()
     finally:
         client.close()

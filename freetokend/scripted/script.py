@@ -79,10 +79,31 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedCacheSetup:
+    """A pretended expert cache of `layers_count` MoE layers.
+
+    Each step each layer hits `hits_count` experts, fills `fills_count` and leaves `cpu_count` to
+    the CPU. `damaged` slots: [layer, expert, slot, offset in bytes], named by every comparison.
+    `resize_refusal`: the text with which every resize fails; "" lets them be done.
+    """
+
+    slots_count: int = 8
+    slots_capacity: int = 64
+    layers_count: int = 2
+    slot_bytes: int = 4096
+    hits_count: int = 3
+    fills_count: int = 1
+    cpu_count: int = 0
+    damaged: tuple[tuple[int, int, int, int], ...] = ()
+    resize_refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """One whole script. `gate` names a FIFO: each step first reads one byte from it, so that a
     test decides when a step happens. `prefill_steps_count` steps pass before a request's first
-    token. `description` overrides fields of `EngineDescription`."""
+    token. `cache` None: an engine without one. `description` overrides fields of
+    `EngineDescription`."""
 
     model: str = ""
     tokens: Tokens = Tokens()
@@ -93,6 +114,7 @@ class Script:
     heartbeat_s: float = 1.0
     link_version: int = 0
     faults: tuple[Fault, ...] = ()
+    cache: ScriptedCacheSetup | None = None
     description: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -128,6 +150,8 @@ def parse_script(body: object) -> Script:
         values["load"] = Load(**_checked(values["load"], Load, "load"))
     if "faults" in values:
         values["faults"] = tuple(_parse_fault(entry) for entry in values["faults"])
+    if "cache" in values:
+        values["cache"] = _parse_cache(values["cache"])
     if "description" in values:
         values["description"] = _parse_description(values["description"])
     return Script(**values)
@@ -139,6 +163,16 @@ def _parse_fault(body: object) -> Fault:
         if key in values:
             values[key] = kind(values[key])
     return Fault(**values)
+
+
+def _parse_cache(body: object) -> ScriptedCacheSetup:
+    values = _checked(body, ScriptedCacheSetup, "cache")
+    if "damaged" in values:
+        damaged = [tuple(int(number) for number in slot) for slot in values["damaged"]]
+        if any(len(slot) != 4 for slot in damaged):
+            raise ValueError("cache.damaged: must be a list of [layer, expert, slot, offset]")
+        values["damaged"] = tuple(damaged)
+    return ScriptedCacheSetup(**values)
 
 
 def _parse_description(body: object) -> Mapping[str, Any]:

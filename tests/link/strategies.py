@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from freetokend.core.cache_stats import CacheCounters, LayerCounters
 from freetokend.core.errors import Reason
 from freetokend.link.messages import (
+    CacheDescription,
+    CacheResized,
+    CacheVerified,
     Cancel,
     EngineDescription,
     EngineSettings,
@@ -15,14 +19,20 @@ from freetokend.link.messages import (
     GenerateRequest,
     Heartbeat,
     Hello,
+    LayerRun,
     LoadProgress,
     LoadStage,
+    ResizeCache,
+    ResizeOutcome,
     Sampling,
     SequenceUpdate,
     SetLogLevel,
     Shutdown,
+    SlotDifference,
     StepReport,
+    VerifyCache,
 )
+from freetokend.policy.backend_choice import LayerBranch
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -63,6 +73,75 @@ updates = st.builds(
 reports = st.builds(
     StepReport, step_index=u64, outputs=st.lists(updates, max_size=5).map(tuple), stats=stats
 )
+counters = st.builds(
+    CacheCounters,
+    slots_count=u32,
+    slots_capacity=u32,
+    resident_count=u32,
+    slot_bytes=u64,
+    committed_bytes=u64,
+    generation=u64,
+    layers=st.lists(
+        st.builds(
+            LayerCounters,
+            hits_count=u64,
+            misses_count=u64,
+            fills_count=u64,
+            cpu_count=u64,
+            evictions_count=u64,
+        ),
+        max_size=3,
+    ).map(tuple),
+    fill_counts=st.lists(tokens, max_size=3).map(tuple),
+    fills_count=u64,
+    fill_bytes=u64,
+    fill_busy_s=numbers,
+    streamed_count=u64,
+)
+cache_descriptions = st.builds(
+    CacheDescription,
+    slots_count=u32,
+    slots_capacity=u32,
+    layer_runs=st.lists(
+        st.builds(LayerRun, layers_count=u32, branch=st.sampled_from(LayerBranch), reason=texts),
+        max_size=3,
+    ).map(tuple),
+    fill_rate_source=texts,
+)
+cache_answers = st.one_of(
+    st.builds(
+        CacheResized,
+        generation=u64,
+        outcome=st.sampled_from(ResizeOutcome),
+        slots_count=u32,
+        committed_bytes=u64,
+        moved_count=u32,
+        dropped_count=u32,
+        duration_s=numbers,
+        note=texts,
+        error_reason=st.none() | st.sampled_from(Reason),
+        error_message=texts,
+    ),
+    st.builds(
+        CacheVerified,
+        request_id=texts,
+        compared_count=u32,
+        compared_bytes=u64,
+        differences=st.lists(
+            st.builds(
+                SlotDifference,
+                layer_index=u32,
+                expert_index=u32,
+                slot_index=u32,
+                offset_bytes=u64,
+            ),
+            max_size=3,
+        ).map(tuple),
+        duration_s=numbers,
+        error_reason=st.none() | st.sampled_from(Reason),
+        error_message=texts,
+    ),
+)
 descriptions = st.builds(
     EngineDescription,
     model=texts,
@@ -92,6 +171,7 @@ descriptions = st.builds(
     cpus=st.lists(u32, max_size=3).map(tuple),
     threads_reason=texts,
     notes=st.lists(texts, max_size=3).map(tuple),
+    cache=st.none() | cache_descriptions,
 )
 engine_messages = st.one_of(
     st.builds(
@@ -110,8 +190,15 @@ engine_messages = st.one_of(
     ),
     descriptions,
     reports,
-    st.builds(Heartbeat, progress_count=u64, busy=st.booleans(), stats=stats),
+    st.builds(
+        Heartbeat,
+        progress_count=u64,
+        busy=st.booleans(),
+        stats=stats,
+        cache=st.none() | counters,
+    ),
     st.builds(Failure, reason=st.sampled_from(Reason), message=texts),
+    cache_answers,
 )
 settings_messages = st.builds(
     EngineSettings,
@@ -127,6 +214,13 @@ settings_messages = st.builds(
     pin_pool=st.booleans(),
     backend=texts,
     numerics=texts,
+    device=texts,
+    slots_count=u32,
+    device_bytes=u64,
+    link_bytes_per_s=u64,
+    preset=texts,
+    layers=texts,
+    sweep_tokens=u32,
 )
 requests = st.builds(
     GenerateRequest,
@@ -150,4 +244,6 @@ control_messages = st.one_of(
     st.builds(Cancel, request_id=texts),
     st.builds(Shutdown, drain=st.booleans()),
     st.builds(SetLogLevel, level=texts),
+    st.builds(ResizeCache, generation=u64, slots_count=u32),
+    st.builds(VerifyCache, request_id=texts),
 )

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from freetokend.api.link.v1 import link_pb2 as pb
 from freetokend.link.codec import (
-    LinkProtocolError,
     decode_control_message,
     decode_engine_message,
     encode_control_message,
@@ -22,6 +21,7 @@ from freetokend.link.messages import (
     LoadProgress,
     Sampling,
 )
+from freetokend.link.protocol_errors import LinkProtocolError
 from tests.link.strategies import control_messages, engine_messages
 
 
@@ -54,6 +54,17 @@ def test_control_messages_round_trip(message: ControlMessage) -> None:
                 step_report=pb.StepReport(outputs=[pb.SequenceOutput(error_reason="odd")])
             ),
             "unknown reason 'odd'",
+        ),
+        (pb.EngineMessage(cache_resized=pb.CacheResized()), "resize outcome number 0"),
+        (
+            pb.EngineMessage(cache_verified=pb.CacheVerified(error_reason="odd")),
+            "unknown reason 'odd'",
+        ),
+        (
+            pb.EngineMessage(
+                ready=pb.Ready(cache=pb.CacheDescription(layer_runs=[pb.LayerRun(branch="up")]))
+            ),
+            "unknown branch 'up'",
         ),
     ],
 )

@@ -167,7 +167,7 @@ async def test_other_link_version_is_refused_with_both_numbers(wire: Wire) -> No
     client = wire.client(link_version=9999)
     with pytest.raises(ConfigError, match="link version 9999") as refusal:
         await asyncio.to_thread(client.connect)
-    assert "control process version 1" in refusal.value.message
+    assert f"control process version {LINK_VERSION}" in refusal.value.message
     assert len(wire.listener.refusals) == 1
     assert wire.listener.hellos == []
 
@@ -198,7 +198,7 @@ async def test_stream_that_does_not_begin_with_hello_is_refused(wire: Wire) -> N
 
 
 async def test_malformed_message_ends_the_stream(wire: Wire) -> None:
-    hello = pb.Hello(token=wire.attachment.token, link_version=1)
+    hello = pb.Hello(token=wire.attachment.token, link_version=LINK_VERSION)
     async with grpc.aio.insecure_channel(wire.server.address) as channel:
         stub = pb_grpc.EngineLinkStub(channel)  # type: ignore[no-untyped-call]
         call = stub.Attach(iter([pb.EngineMessage(hello=hello), pb.EngineMessage()]))

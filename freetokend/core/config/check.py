@@ -31,7 +31,7 @@ def checked_value(key: Key, value: object) -> TomlScalar:
         case Kind.SECONDS:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 return _in_range(key, value)
-        case Kind.BYTES:
+        case Kind.BYTES | Kind.BYTES_PER_S:
             if isinstance(value, int) and not isinstance(value, bool):
                 return _in_range(key, value)
             if isinstance(value, str):

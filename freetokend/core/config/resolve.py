@@ -19,7 +19,7 @@ from freetokend.core.config.resolved import (
     ResolvedValue,
     ServiceConfig,
 )
-from freetokend.core.config.schema import AUTO, SCHEMA, TomlScalar
+from freetokend.core.config.schema import AUTO, SCHEMA, Kind, TomlScalar
 from freetokend.core.errors import ConfigError
 from freetokend.core.host_facts import cpu_limit
 from freetokend.core.runtime_dir import ADMIN_SOCKET_NAME, MONITOR_SOCKET_NAME
@@ -39,6 +39,7 @@ def resolve(config: Config, facts: EnvironmentFacts) -> ResolvedConfig:
     decision.service()
     decision.control()
     decision.engine()
+    decision.expert_cache()
     decision.pool_and_log()
     decision.across_keys()
     if decision.problems:
@@ -113,9 +114,9 @@ class _Decision:
                 )
 
     def engine(self) -> None:
-        """Backend, threads and what is left to the engine."""
-        if self._is_auto("engine.backend"):
-            self._set("engine.backend", "cpu", self._why_the_cpu())
+        """Device, backend, threads and what is left to the engine."""
+        self._device()
+        self._backend()
         self._threads()
         if self._is_auto("engine.kv_bytes"):
             self._leave(
@@ -128,15 +129,92 @@ class _Decision:
                 "as long as the model and the memory for keys and values allow",
             )
 
-    def _why_the_cpu(self) -> str:
-        driver, cards = self._facts.nvidia_driver, ", ".join(self._facts.nvidia_cards)
-        if driver:
-            return (
-                f"an NVIDIA driver ({driver}) is loaded, but this version computes on the CPU only"
+    def _device(self) -> None:
+        """What can be known before the engine has asked the driver. Never "host" by itself."""
+        if not self._is_auto("engine.device"):
+            return
+        driver = self._facts.nvidia_driver
+        if self.values["engine.backend"] == "cpu":
+            self._set("engine.device", "none", 'engine.backend = "cpu" uses no device')
+        elif driver:
+            self._leave(
+                "engine.device",
+                f"an NVIDIA driver ({driver}) is loaded; the engine decides when it has asked it",
             )
-        if cards:
+        else:
+            self._set("engine.device", "none", self._why_no_device())
+
+    def _backend(self) -> None:
+        backend, device = self.values["engine.backend"], self.values["engine.device"]
+        if backend == AUTO:
+            if device == "none":
+                self._set("engine.backend", "cpu", self._why_no_device())
+            else:
+                self._leave(
+                    "engine.backend",
+                    "the one with the least estimated time per token; see freetokenctl status",
+                )
+        elif backend == "cpu" and device not in ("none", AUTO):
+            self._refuse(
+                "engine.device",
+                f'engine.device = "{device}" is used by no expert cache with engine.backend = '
+                f'"cpu"; remove the one, or set the other to "auto"',
+            )
+        elif backend != "cpu" and device == "none":
+            self._refuse(
+                "engine.backend",
+                f'engine.backend = "{backend}" needs a device, and there is none: '
+                f'{self._why_no_device()}. Set engine.backend = "auto" or "cpu"; for development, '
+                'engine.device = "host" puts ordinary memory in the place of a GPU',
+            )
+
+    def _why_no_device(self) -> str:
+        if self._config.settings["engine.device"].value == "none":
+            return 'engine.device = "none"'
+        if self._facts.nvidia_cards:
+            cards = ", ".join(self._facts.nvidia_cards)
             return f"an NVIDIA GPU (PCI {cards}) is present, but no NVIDIA driver is loaded"
         return "no NVIDIA GPU is present"
+
+    def expert_cache(self) -> None:
+        """Sizes of the expert cache, and what means something with one kind of device only."""
+        self._only_with_a_cache()
+        self._only_on_the_host_device()
+        for key, reason in (
+            ("engine.slots_count", "as many experts as the device's memory has room for"),
+            ("engine.device_bytes", "what the engine finds reasonable for the model"),
+            ("engine.preset", "experts and contexts grow together with the device's memory"),
+            ("engine.sweep_tokens", "sized by the engine from the memory for one computation"),
+        ):
+            if self._is_auto(key):
+                self._leave(key, reason)
+
+    def _only_with_a_cache(self) -> None:
+        if self.values["engine.backend"] != "cpu":
+            return
+        why = self._reasons.get("engine.backend", "as configured")
+        for leaf in ("slots_count", "preset", "sweep_tokens", "layers"):
+            key = f"engine.{leaf}"
+            if self.values[key] not in (AUTO, ""):
+                self._refuse(
+                    key,
+                    f"{key} = {toml_literal(self.values[key])} is for an expert cache, which "
+                    f'engine.backend = "cpu" ({why}) does not have; remove {key}, or choose '
+                    "another backend",
+                )
+
+    def _only_on_the_host_device(self) -> None:
+        if self.values["engine.device"] == "host":
+            return
+        for key in ("engine.device_bytes", "engine.link_bytes_per_s"):
+            value = self.values[key]
+            if value not in (0, AUTO):
+                self._refuse(
+                    key,
+                    f'{key} = {value} describes the device "host" and engine.device is '
+                    f'"{self.values["engine.device"]}"; remove {key}, or (for development) set '
+                    'engine.device = "host"',
+                )
 
     def _threads(self) -> None:
         facts = self._facts
@@ -209,8 +287,11 @@ class _Decision:
             self._reasons[key] = reason
 
     def _leave(self, key: str, reason: str) -> None:
-        """0: nothing is decided here; shown as "auto", so that what is shown can be read back."""
-        self._set(key, 0, reason)
+        """Nothing is decided here; shown as "auto", so that what is shown can be read back.
+
+        A number becomes 0, a text stays "auto".
+        """
+        self._set(key, AUTO if SCHEMA[key].kind is Kind.STRING else 0, reason)
         self._left.add(key)
 
     def _refuse(self, key: str, sentence: str) -> None:
@@ -279,6 +360,13 @@ def _built(values: Mapping[str, TomlScalar], details: tuple[ResolvedValue, ...])
         ),
         engine=EngineConfig(
             backend=text("engine.backend"),
+            device=text("engine.device"),
+            slots_count=count("engine.slots_count"),
+            device_bytes=count("engine.device_bytes"),
+            link_bytes_per_s=count("engine.link_bytes_per_s"),
+            preset=text("engine.preset"),
+            layers=text("engine.layers"),
+            sweep_tokens=count("engine.sweep_tokens"),
             threads=count("engine.threads"),
             numerics=text("engine.numerics"),
             kv_bytes=count("engine.kv_bytes"),

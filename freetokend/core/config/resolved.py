@@ -53,12 +53,21 @@ class ControlConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """`kv_bytes` and `max_context_tokens` 0: the engine decides once it knows the model.
+    """0 for `kv_bytes`, `max_context_tokens`, `slots_count`, `device_bytes` and `sweep_tokens`,
+    and "auto" for `backend`, `device` and `preset`: the engine decides once it knows model and
+    machine. `link_bytes_per_s` 0: as fast as memory.
 
-    `numerics` is "exact" or "fast".
+    `numerics` is "exact" or "fast"; `layers` is read by `policy.layer_overrides`.
     """
 
     backend: str
+    device: str
+    slots_count: int
+    device_bytes: int
+    link_bytes_per_s: int
+    preset: str
+    layers: str
+    sweep_tokens: int
     threads: int
     numerics: str
     kv_bytes: int

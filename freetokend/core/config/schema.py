@@ -23,6 +23,7 @@ class Kind(StrEnum):
     INTEGER = "a whole number"
     SECONDS = "a number of seconds"
     BYTES = 'a number of bytes or a size such as "4GiB"'
+    BYTES_PER_S = 'a number of bytes per second or a size such as "4GiB"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,12 @@ class Key:
         return f'{text}, or "{AUTO}"' if self.auto else text
 
     def _shown(self, limit: float) -> str:
-        return format_bytes(limit) if self.kind is Kind.BYTES else f"{limit:.12g}"
+        match self.kind:
+            case Kind.BYTES:
+                return format_bytes(limit)
+            case Kind.BYTES_PER_S:
+                return f"{format_bytes(limit)}/s" if limit else "0"
+        return f"{limit:.12g}"
 
 
 def _string(
@@ -157,8 +163,62 @@ _KEYS: Final = (
     _string(
         "engine.backend",
         AUTO,
-        "What computes the model.",
-        choices=(AUTO, "cpu"),
+        "What computes the model: every expert in a slot of the device (fused), the missing ones "
+        "filled (offload), split between fills and the CPU (hybrid), or the CPU alone (cpu).",
+        choices=(AUTO, "fused", "offload", "hybrid", "cpu"),
+        auto=True,
+    ),
+    _string(
+        "engine.device",
+        AUTO,
+        'Where the slots of the expert cache are: an NVIDIA GPU (cuda), or none. "host", ordinary '
+        "memory in the place of a GPU, is for development; it is never chosen by itself.",
+        choices=(AUTO, "cuda", "host", "none"),
+        auto=True,
+    ),
+    _number(
+        "engine.slots_count",
+        Kind.INTEGER,
+        AUTO,
+        (1, 2**24),
+        "Experts that the cache holds; met exactly or refused with the arithmetic.",
+        auto=True,
+    ),
+    _number(
+        "engine.device_bytes",
+        Kind.BYTES,
+        AUTO,
+        (MIB, TIB),
+        'Memory that stands for that of a GPU, with device = "host".',
+        auto=True,
+    ),
+    _number(
+        "engine.link_bytes_per_s",
+        Kind.BYTES_PER_S,
+        0,
+        (0, TIB),
+        'Rate of the link to the device, with device = "host"; 0: as fast as memory.',
+    ),
+    _string(
+        "engine.preset",
+        AUTO,
+        "What the device's memory is for: little of it (minimum), many experts (chat), or long "
+        "contexts (agent).",
+        choices=(AUTO, "minimum", "chat", "agent"),
+        auto=True,
+    ),
+    _string(
+        "engine.layers",
+        "",
+        "What misses of single MoE layers do whatever the others' do, counted from 0: "
+        '"0-3=cpu,7=fill".',
+    ),
+    _number(
+        "engine.sweep_tokens",
+        Kind.INTEGER,
+        AUTO,
+        (1, 2**20),
+        "Most prompt tokens computed while the layers' experts pass through the cache once.",
         auto=True,
     ),
     _number(

@@ -18,7 +18,7 @@ from freetokend.core.config import (
     resolve,
 )
 from freetokend.core.config.resolve import toml_literal
-from freetokend.core.config.schema import AUTO, SCHEMA
+from freetokend.core.config.schema import AUTO, SCHEMA, Kind
 from freetokend.core.errors import ConfigError
 
 FACTS = EnvironmentFacts(
@@ -55,7 +55,15 @@ def reason(resolved: ResolvedConfig, key: str) -> str:
     return next(value.reason for value in resolved.values() if value.key == key)
 
 
-LEFT_OPEN = {"engine.kv_bytes", "engine.max_context_tokens", "pool.max_bytes"}
+LEFT_OPEN = {
+    "engine.slots_count",
+    "engine.device_bytes",
+    "engine.preset",
+    "engine.sweep_tokens",
+    "engine.kv_bytes",
+    "engine.max_context_tokens",
+    "pool.max_bytes",
+}
 
 
 def test_every_auto_is_decided_or_left_open_with_a_reason() -> None:
@@ -72,7 +80,8 @@ def test_the_shown_values_are_the_used_ones() -> None:
         table, leaf = value.key.split(".")
         used = getattr(getattr(resolved, table), leaf)
         shown = tomllib.loads(f"x = {value.value}")["x"]
-        assert used == (0 if shown == AUTO else shown)
+        number = SCHEMA[value.key].kind is not Kind.STRING
+        assert used == (0 if shown == AUTO and number else shown)
 
 
 def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
@@ -108,13 +117,96 @@ def test_the_pool_has_the_limit_that_was_asked_for_or_none() -> None:
     assert decided({"pool.max_bytes": "3GiB"}).pool.max_bytes == 3 << 30
 
 
-def test_a_loaded_gpu_driver_that_is_not_used_is_said() -> None:
+def test_the_engine_decides_where_an_nvidia_driver_is_loaded() -> None:
     resolved = decided(nvidia_driver="580.65.06")
-    assert resolved.engine.backend == "cpu"
-    assert "580.65.06" in reason(resolved, "engine.backend")
-    assert reason(decided(), "engine.backend") == "no NVIDIA GPU is present"
+    assert (resolved.engine.device, resolved.engine.backend) == (AUTO, AUTO)
+    assert "580.65.06" in reason(resolved, "engine.device")
+    assert decided({"engine.backend": "hybrid"}, nvidia_driver="580").engine.device == AUTO
+    assert decided({"engine.backend": "cpu"}, nvidia_driver="580").engine.device == "none"
+
+
+@pytest.mark.parametrize("key", ["engine.device", "engine.backend"])
+def test_without_a_gpu_or_its_driver_the_cpu_computes_and_why_is_said(key: str) -> None:
+    assert (decided().engine.device, decided().engine.backend) == ("none", "cpu")
+    assert reason(decided(), key) == "no NVIDIA GPU is present"
     without_driver = decided(nvidia_cards=("0000:01:00.0",))
-    assert "GPU (PCI 0000:01:00.0) is present, but no" in reason(without_driver, "engine.backend")
+    assert without_driver.engine.backend == "cpu"
+    assert "GPU (PCI 0000:01:00.0) is present, but no" in reason(without_driver, key)
+
+
+def test_the_host_device_serves_only_when_it_is_written() -> None:
+    machines: list[dict[str, object]] = [
+        {},
+        {"nvidia_driver": "580"},
+        {"nvidia_cards": ("0000:01:00.0",)},
+    ]
+    for facts in machines:
+        assert decided(None, None, **facts).engine.device != "host"
+    resolved = decided({"engine.device": "host", "engine.link_bytes_per_s": "11.8GB"})
+    assert (resolved.engine.device, resolved.engine.backend) == ("host", AUTO)
+    assert resolved.engine.link_bytes_per_s == 11_800_000_000
+
+
+def test_what_was_asked_of_the_expert_cache_is_kept() -> None:
+    asked: dict[str, object] = {
+        "engine.device": "host",
+        "engine.backend": "offload",
+        "engine.slots_count": 40,
+        "engine.device_bytes": "2GiB",
+        "engine.preset": "agent",
+        "engine.layers": "0=cpu",
+        "engine.sweep_tokens": 2048,
+    }
+    resolved = decided(asked)
+    for key, value in asked.items():
+        used = getattr(resolved.engine, key.partition(".")[2])
+        assert used == (2 << 30 if key == "engine.device_bytes" else value)
+
+
+HOST: dict[str, object] = {"engine.device": "host"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (
+            {"engine.backend": "hybrid"},
+            'engine.backend = "hybrid" needs a device, and there is none: no NVIDIA GPU is present',
+        ),
+        (
+            {"engine.backend": "fused", "engine.device": "none"},
+            'there is none: engine.device = "none"',
+        ),
+        ({**HOST, "engine.backend": "cpu"}, 'engine.device = "host" is used by no expert cache'),
+        (
+            {"engine.backend": "cpu", "engine.slots_count": 9},
+            'engine.slots_count = 9 is for an expert cache, which engine.backend = "cpu" (as '
+            "configured) does not have; remove engine.slots_count, or choose another backend",
+        ),
+        ({"engine.slots_count": 9}, '"cpu" (no NVIDIA GPU is present) does not have'),
+        ({"engine.preset": "chat"}, 'engine.preset = "chat" is for an expert cache'),
+        ({"engine.sweep_tokens": 99}, "engine.sweep_tokens = 99 is for an expert cache"),
+        ({"engine.layers": "0=cpu"}, 'engine.layers = "0=cpu" is for an expert cache'),
+        (
+            {"engine.link_bytes_per_s": "1GB"},
+            'engine.link_bytes_per_s = 1000000000 describes the device "host" and engine.device is '
+            '"none"',
+        ),
+        (
+            {"engine.device": "cuda", "engine.device_bytes": "1GiB"},
+            'describes the device "host" and engine.device is "cuda"; remove engine.device_bytes',
+        ),
+        ({"engine.device": "gpu"}, 'one of "auto", "cuda", "host", "none"'),
+        ({"engine.slots_count": 0}, "a whole number from 1 to 16777216"),
+        ({**HOST, "engine.link_bytes_per_s": "fast"}, 'a size such as "4GiB" from 0 to 1 TiB/s'),
+    ],
+)
+def test_contradictions_about_the_expert_cache_are_refused(
+    asked: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decided(asked)
+    assert sentence in caught.value.message
 
 
 def test_pool_directory_and_log_format() -> None:
