@@ -9,12 +9,13 @@ from pathlib import Path
 
 from freetokend.control import check_control
 from freetokend.core.config import ResolvedConfig
-from freetokend.core.errors import ModelDataError
+from freetokend.core.errors import ConfigError, ModelDataError
 from freetokend.core.host_facts import HostMemory
 from freetokend.daemon.http import check_http
 from freetokend.ftw.index import INDEX_FILE, FtwIndex, read_index
 from freetokend.link.control_side import LinkServer
 from freetokend.native.pool import create_pool_file, pool_length_bytes
+from freetokend.policy.layer_overrides import parse_layers
 from freetokend.policy.memory import MemoryDemand, require_host_memory
 from freetokend.serving.model_text import load_model_text
 
@@ -49,6 +50,19 @@ def check_memory(index: FtwIndex, memory: HostMemory) -> None:
     Keys, values and workspace are sized by the engine into what is left, and checked there.
     """
     require_host_memory(memory, MemoryDemand(pool_bytes=pool_length_bytes(index.region_bytes)))
+
+
+def check_layers(config: ResolvedConfig, index: FtwIndex | None) -> None:
+    """Raises `ConfigError` for an `engine.layers` that cannot be read or names layers which the
+    model does not have. `index` is None for a scripted engine, which has no model."""
+    try:
+        parse_layers(
+            config.engine.layers,
+            None if index is None else index.expert_bank.moe_layers_count,
+        )
+    except ConfigError as error:
+        origin = next(one.origin for one in config.values() if one.key == error.param)
+        raise ConfigError(f"{origin}: {error.message}", param=error.param) from None
 
 
 def check_start(config: ResolvedConfig, index: FtwIndex | None) -> None:

@@ -232,4 +232,7 @@ class CacheCommands:
             self._log.warning("cache-command-refused", command=what, cause=error.message)
             return _Fault(reason=error.reason, message=error.message)
         self._log.exception("cache-command-failed", command=what)
-        return _Fault(reason=Reason.INTERNAL, message=f"{type(error).__name__}: {error}")
+        return _Fault(
+            reason=Reason.HOST_MEMORY if isinstance(error, MemoryError) else Reason.INTERNAL,
+            message=f"{type(error).__name__}: {error}",
+        )

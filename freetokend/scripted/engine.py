@@ -110,7 +110,7 @@ class ScriptedEngine:
             self._client.send(LoadProgress(stage=stage, done_bytes=0, total_bytes=0))
 
     def _describe(self) -> EngineDescription:
-        settings = self._settings
+        settings, setup = self._settings, self._script.cache
         described = EngineDescription(
             model=self._script.model or settings.model,
             device="scripted",
@@ -129,7 +129,7 @@ class ScriptedEngine:
             load_bytes_per_s=0.0,
             first_token_s=0.0,
             layers_count=1,
-            moe_layers_count=1,
+            moe_layers_count=1 if setup is None else setup.layers_count,
             experts_per_layer_count=1,
             bytes_per_expert=4096,
             max_running_count=settings.max_running_count,

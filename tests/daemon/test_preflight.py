@@ -9,7 +9,7 @@ import pytest
 from freetokend.core.config import ResolvedConfig, gather_facts, load_config, resolve
 from freetokend.core.errors import ConfigError, ModelDataError, Reason, ResourceError
 from freetokend.core.host_facts import HostMemory
-from freetokend.daemon.preflight import check_memory, check_model, check_start
+from freetokend.daemon.preflight import check_layers, check_memory, check_model, check_start
 from freetokend.ftw.convert import convert
 from freetokend.ftw.index import FtwIndex
 from freetokend.native.pool import pool_length_bytes
@@ -42,6 +42,28 @@ def test_what_is_no_model_is_named(checkpoint: Path, tmp_path: Path) -> None:
         check_model(checkpoint)
     with pytest.raises(ModelDataError, match="holds no model"):
         check_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ("0..1=cpu", 'command line: engine.layers: "0..1=cpu": it is not .*did you mean "0-1=cpu"'),
+        ("0-99=cpu", "there is no MoE layer 99, the model has 0 to"),
+    ],
+)
+def test_layers_are_refused_before_a_start(index: FtwIndex, layers: str, words: str) -> None:
+    asked: dict[str, object] = {
+        "model.path": "/m",
+        "engine.device": "host",
+        "engine.layers": layers,
+    }
+    nowhere = Path("/nonexistent")
+    config = resolve(
+        load_config(overrides=asked, vendor_file=nowhere, system_file=nowhere / "x.toml"),
+        gather_facts(),
+    )
+    with pytest.raises(ConfigError, match=words):
+        check_layers(config, index)
 
 
 def test_memory_that_suffices_exactly_and_one_byte_less(index: FtwIndex) -> None:

@@ -14,11 +14,12 @@ import time
 
 import pytest
 
-from freetokend.core.errors import Reason, UnavailableError
+from freetokend.core.errors import FreetokenError, Reason, UnavailableError
 from freetokend.link.messages import (
     EngineState,
     FinishReason,
     GenerateRequest,
+    ResizeOutcome,
     SequenceUpdate,
 )
 from tests.support.scripted import DEADLINE_S, EngineHarness, greedy
@@ -117,6 +118,50 @@ class LinkContract:
             await anext(stream)
         del stream
         await harness.wait_until(lambda s: not s.busy and s.stats.running_count == 0)
+
+    async def test_cache_commands_are_answered(self, harness: EngineHarness) -> None:
+        description = harness.supervisor.snapshot().description
+        assert description is not None
+        if description.cache is None:
+            for call in (harness.supervisor.verify_cache(), harness.supervisor.resize_cache(1)):
+                with pytest.raises(FreetokenError, match="no expert cache: backend") as refusal:
+                    await call
+                assert refusal.value.reason is Reason.DEVICE_UNUSABLE
+            assert harness.supervisor.snapshot().cache is None
+            return
+        layers_count = sum(run.layers_count for run in description.cache.layer_runs)
+        assert layers_count == description.moe_layers_count
+        seen = (await harness.wait_until(lambda now: now.cache is not None)).cache
+        assert seen is not None
+        assert len(seen.layers) == layers_count
+        assert seen.slots_capacity == description.cache.slots_capacity
+        await harness.collect(self.request("cached"))
+        verified = await harness.supervisor.verify_cache()
+        assert verified.differences == ()
+        assert 0 < verified.compared_count <= seen.slots_count
+        same = await harness.supervisor.resize_cache(seen.slots_count)
+        assert same.outcome is ResizeOutcome.UNCHANGED
+        with pytest.raises(FreetokenError, match="can have 0 to"):
+            await harness.supervisor.resize_cache(seen.slots_capacity + 1)
+
+    async def test_a_resize_while_requests_run(self, harness: EngineHarness) -> None:
+        now = harness.supervisor.snapshot().cache
+        if now is None:
+            return
+        solo = token_ids(await harness.collect(self.request("before", 32)))
+        stream = harness.supervisor.generate(self.request("resized", 32))
+        smaller = now.slots_count // 2
+        async with asyncio.timeout(DEADLINE_S):
+            first = await anext(stream)
+            answer = await harness.supervisor.resize_cache(smaller)
+            rest = [update async for update in stream]
+        assert (answer.outcome, answer.slots_count) == (ResizeOutcome.DONE, smaller)
+        assert token_ids([first, *rest]) == solo
+        await harness.wait_until(
+            lambda seen: seen.cache is not None and seen.cache.slots_count == smaller
+        )
+        again = await harness.supervisor.resize_cache(now.slots_count)
+        assert again.outcome is ResizeOutcome.DONE
 
     async def test_killed_engine_ends_requests_and_comes_back(self, harness: EngineHarness) -> None:
         before = harness.supervisor.snapshot()

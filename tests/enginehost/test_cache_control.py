@@ -1,0 +1,210 @@
+"""Commands to the expert cache at the engine's end: each is answered once, none ends the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from freetokend.core import logs
+from freetokend.core.cache_stats import CacheCounters
+from freetokend.core.errors import Reason, ResourceError
+from freetokend.enginehost.cache_control import CacheCommands
+from freetokend.link.messages import (
+    CacheAnswer,
+    CacheResized,
+    CacheVerified,
+    ResizeCache,
+    ResizeOutcome,
+    SlotDifference,
+    VerifyCache,
+)
+
+LOG = logs.logger("freetokend.test")
+
+
+@dataclass(frozen=True)
+class Report:
+    """As the slot pool tells a resize."""
+
+    outcome: str
+    slots_count: int
+    committed_bytes: int
+    moved_count: int = 0
+    dropped_count: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Differing:
+    slot: int
+    expert_id: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True)
+class Compared:
+    compared_count: int
+    compared_bytes: int
+    differences: tuple[Differing, ...]
+
+
+class FakeCache:
+    """Notes its calls; `error` and `deferred` decide the next answers."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.error: Exception | None = None
+        self.deferred = ""
+        self.state = CacheCounters(
+            slots_count=8,
+            slots_capacity=16,
+            resident_count=2,
+            slot_bytes=100,
+            committed_bytes=800,
+            generation=1,
+        )
+
+    def resize(self, slots_count: int) -> Report:
+        self.sizes.append(slots_count)
+        if self.error is not None:
+            raise self.error
+        if self.deferred:
+            return Report("deferred", 8, 800, note=self.deferred)
+        outcome = "unchanged" if slots_count == self.state.slots_count else "done"
+        self.state = replace(self.state, slots_count=slots_count, committed_bytes=100 * slots_count)
+        return Report(outcome, slots_count, 100 * slots_count, moved_count=1, dropped_count=2)
+
+    def verify(self) -> Compared:
+        if self.error is not None:
+            raise self.error
+        return Compared(2, 200, (Differing(slot=3, expert_id=9, offset_bytes=64),))
+
+    def counters(self) -> CacheCounters:
+        return self.state
+
+
+class Rig:
+    def __init__(self, cache: FakeCache | None = None) -> None:
+        self.cache = cache or FakeCache()
+        self.sent: list[CacheAnswer] = []
+        self.commands = CacheCommands(
+            self.cache, send=self.sent.append, log=LOG, experts_per_layer_count=4
+        )
+
+    def do(self, *commands: ResizeCache | VerifyCache) -> list[CacheAnswer]:
+        """Commands that wait together, and their answers."""
+        self.sent.clear()
+        for command in commands:
+            self.commands.take(command)
+        assert self.sent == [], "nothing is done before the safe point"
+        self.commands.run()
+        return list(self.sent)
+
+    def resize(self, generation: int, slots_count: int) -> CacheResized:
+        (answer,) = self.do(ResizeCache(generation=generation, slots_count=slots_count))
+        assert isinstance(answer, CacheResized)
+        return answer
+
+
+def test_a_resize_is_done_and_told() -> None:
+    rig = Rig()
+    answer = rig.resize(1, 4)
+    assert replace(answer, duration_s=0.0) == CacheResized(
+        generation=1,
+        outcome=ResizeOutcome.DONE,
+        slots_count=4,
+        committed_bytes=400,
+        moved_count=1,
+        dropped_count=2,
+    )
+    assert rig.resize(2, 4).outcome is ResizeOutcome.UNCHANGED
+
+
+def test_a_repeated_generation_is_answered_again_and_done_once() -> None:
+    rig = Rig()
+    first = rig.resize(1, 4)
+    assert rig.resize(1, 4) == first
+    assert rig.cache.sizes == [4]
+
+
+def test_an_older_generation_is_not_done() -> None:
+    rig = Rig()
+    rig.resize(5, 4)
+    late = rig.resize(3, 12)
+    assert (late.outcome, late.slots_count) == (ResizeOutcome.SUPERSEDED, 4)
+    assert rig.cache.sizes == [4]
+
+
+def test_of_those_that_wait_together_only_the_newest_is_done() -> None:
+    rig = Rig()
+    answers = rig.do(
+        ResizeCache(generation=1, slots_count=16),
+        VerifyCache(request_id="v"),
+        ResizeCache(generation=2, slots_count=2),
+    )
+    assert [type(answer) for answer in answers] == [CacheResized, CacheVerified, CacheResized]
+    assert [a.outcome for a in answers if isinstance(a, CacheResized)] == [
+        ResizeOutcome.SUPERSEDED,
+        ResizeOutcome.DONE,
+    ]
+    assert rig.cache.sizes == [2]
+
+
+def test_what_was_deferred_can_be_tried_again() -> None:
+    rig = Rig()
+    rig.cache.deferred = "a prefill uses slot 7"
+    answer = rig.resize(1, 4)
+    assert (answer.outcome, answer.note) == (ResizeOutcome.DEFERRED, "a prefill uses slot 7")
+    rig.cache.deferred = ""
+    assert rig.resize(1, 4).outcome is ResizeOutcome.DONE
+    assert rig.cache.sizes == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "message"),
+    [
+        (ResourceError("no room", reason=Reason.DEVICE_MEMORY), Reason.DEVICE_MEMORY, "no room"),
+        (ZeroDivisionError("oops"), Reason.INTERNAL, "ZeroDivisionError: oops"),
+        (MemoryError(), Reason.HOST_MEMORY, "MemoryError: "),
+    ],
+)
+def test_errors_are_answers_and_the_next_command_works(
+    error: Exception, reason: Reason, message: str
+) -> None:
+    rig = Rig()
+    rig.cache.error = error
+    answer = rig.resize(1, 4)
+    assert (answer.outcome, answer.slots_count) == (ResizeOutcome.FAILED, 8)
+    assert (answer.error_reason, answer.error_message) == (reason, message)
+    (told,) = rig.do(VerifyCache(request_id="v"))
+    assert told == CacheVerified(request_id="v", error_reason=reason, error_message=message)
+    rig.cache.error = None
+    assert rig.resize(1, 4).outcome is ResizeOutcome.DONE
+
+
+def test_a_difference_is_named_by_layer_and_expert() -> None:
+    (answer,) = Rig().do(VerifyCache(request_id="v"))
+    assert isinstance(answer, CacheVerified)
+    assert (answer.compared_count, answer.compared_bytes) == (2, 200)
+    assert answer.differences == (
+        SlotDifference(layer_index=2, expert_index=1, slot_index=3, offset_bytes=64),
+    )
+
+
+def test_an_engine_without_a_cache_says_so() -> None:
+    sent: list[CacheAnswer] = []
+    commands = CacheCommands(None, send=sent.append, log=LOG)
+    commands.take(ResizeCache(generation=1, slots_count=4))
+    commands.take(VerifyCache(request_id="v"))
+    commands.run()
+    text = "this engine has no expert cache: backend cpu"
+    assert sent == [
+        CacheResized(
+            generation=1,
+            outcome=ResizeOutcome.FAILED,
+            error_reason=Reason.DEVICE_UNUSABLE,
+            error_message=text,
+        ),
+        CacheVerified(request_id="v", error_reason=Reason.DEVICE_UNUSABLE, error_message=text),
+    ]
