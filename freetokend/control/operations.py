@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from freetokend.link.messages import CacheVerified
+
 
 class ServiceOperations(Protocol):
     """The daemon's verbs; each may raise a `FreetokenError`, which the caller is told."""
@@ -18,6 +20,10 @@ class ServiceOperations(Protocol):
 
     def request_stop(self, *, drain: bool) -> None:
         """Begin to stop the daemon, with or without a drain; returns at once."""
+        ...
+
+    async def verify_cache(self) -> CacheVerified:
+        """Compare every resident slot of the expert cache with the pool."""
         ...
 
     def set_log_level(self, level: str) -> str:

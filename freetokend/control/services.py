@@ -11,6 +11,7 @@ import grpc.aio
 
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.api.control.v1 import control_pb2_grpc as pb_grpc
+from freetokend.control.cache import cache_response, verify_response
 from freetokend.control.operations import ServiceOperations
 from freetokend.control.state import StateKeeper
 from freetokend.control.status import status_message
@@ -76,6 +77,12 @@ class MonitorService(pb_grpc.MonitorServicer):
             ]
         )
 
+    async def GetCache(  # noqa: N802 - the name is the protocol's
+        self, request: pb.GetCacheRequest, context: Context
+    ) -> pb.GetCacheResponse:
+        """The expert cache, or why there is none."""
+        return cache_response(self._keeper.state())
+
 
 class AdminService(pb_grpc.AdminServicer):
     """Changing: checks the arguments, then passes on to the daemon's operations."""
@@ -121,6 +128,13 @@ class AdminService(pb_grpc.AdminServicer):
         self._keeper.touch()
         _log.info("log-level-set", level=request.level, previous=previous)
         return pb.SetLogLevelResponse(previous=previous)
+
+    async def VerifyCache(  # noqa: N802 - the name is the protocol's
+        self, request: pb.VerifyCacheRequest, context: Context
+    ) -> pb.VerifyCacheResponse:
+        """Waits for the comparison."""
+        found = await self._operations.verify_cache()
+        return verify_response(found)
 
 
 def _check_range(param: str, value: float, limits: tuple[float, float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from freetokend.api.control.v1 import control_pb2 as pb
+from freetokend.control.cache import cache_summary, device_status
 from freetokend.control.state import RaisedWarning, ServiceState
 from freetokend.link.messages import EngineDescription, EngineState
 from freetokend.policy.health import Severity
@@ -107,19 +108,10 @@ def _describe(message: pb.Status, state: ServiceState, engine: EngineDescription
             dense_formats=engine.dense_formats,
         )
     )
-    message.device.CopyFrom(
-        pb.DeviceStatus(
-            device=engine.device,
-            device_name=engine.device_name,
-            backend=engine.backend,
-            backend_reason=engine.backend_reason,
-            kernel=engine.kernel,
-            threads_count=engine.threads_count,
-            cpus=engine.cpus,
-            threads_reason=engine.threads_reason,
-            numerics=engine.numerics,
-        )
-    )
+    message.device.CopyFrom(device_status(engine))
+    cache = cache_summary(state.snapshot)
+    if cache is not None:
+        message.cache.CopyFrom(cache)
     message.pool.CopyFrom(
         pb.PoolStatus(
             size_bytes=engine.pool_bytes,

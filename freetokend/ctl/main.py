@@ -25,7 +25,7 @@ EXIT_INTERRUPTED: Final = 130
 _EPILOG: Final = """\
 exit codes:
    0  done
-   1  ftw verify: the model's files are damaged
+   1  ftw verify: the model's files are damaged; verify-cache: a slot differs
   64  the command line is wrong
   65  the model's files cannot be used
   69  freetokend is not running, or its engine has failed for good
@@ -41,6 +41,7 @@ exit codes:
 examples:
   freetokenctl status            what is served, on what, how busy
   freetokenctl top               the same, followed
+  freetokenctl cache             which experts are on the device, and what misses cost
   freetokenctl wait --timeout 600 && curl http://127.0.0.1:8440/v1/models
   freetokenctl drain && sudo systemctl restart freetokend
   freetokenctl config show --origin
@@ -181,6 +182,16 @@ def _add_reading(verbs: Verbs[argparse.ArgumentParser]) -> None:
         dest="timeout_s",
         help="seconds to wait at most (default: %(default)s)",
     )
+    _add_output(
+        _add(
+            verbs,
+            "cache",
+            "cache:cache",
+            "show the expert cache",
+            "Shows the expert cache: slots, hits layer by layer, how misses are split between "
+            "fills and the CPU, and where the rates come from. JSON has the whole fill table.",
+        )
+    )
     _add_output(_add(verbs, "version", "reading:version", "show the versions of client and daemon"))
 
 
@@ -220,6 +231,16 @@ def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
         metavar="S",
         dest="timeout_s",
         help="seconds to wait for the end; the stop goes on (default: %(default)s)",
+    )
+    _add_output(
+        _add(
+            verbs,
+            "verify-cache",
+            "cache:verify_cache",
+            "compare the expert cache with the weights",
+            "Compares every slot of the expert cache with the weights in host memory, between two "
+            "steps; requests wait meanwhile. Exit code 1: a slot differs; 71: there is no cache.",
+        )
     )
     level = _add(
         verbs,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.core.units import format_bytes, format_bytes_per_s, format_seconds
+from freetokend.ctl.cache import cache_line
 
 _LABEL_WIDTH = 10
 
@@ -17,6 +18,7 @@ def status_text(status: pb.Status) -> str:
         ("model", _model(status)),
         ("device", _device(status)),
         ("pool", _pool(status)),
+        ("cache", cache_line(status.cache) if status.HasField("cache") else ""),
         ("requests", _requests(status)),
         ("speed", _speed(status)),
         ("kv cache", _kv(status)),

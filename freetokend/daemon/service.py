@@ -32,7 +32,7 @@ from freetokend.link.control_side import (
     LivenessLimits,
     PoolHandover,
 )
-from freetokend.link.messages import EngineSettings, EngineState
+from freetokend.link.messages import CacheVerified, EngineSettings, EngineState
 from freetokend.native.pool import PoolFile, create_pool_file
 from freetokend.policy.restart import RestartBudget
 from freetokend.serving.app import create_app, model_created_s
@@ -106,6 +106,10 @@ class Service:
     def resume(self) -> None:
         """See `ServiceOperations`."""
         self._engine().resume()
+
+    async def verify_cache(self) -> CacheVerified:
+        """See `ServiceOperations`."""
+        return await self._engine().verify_cache()
 
     def set_log_level(self, level: str) -> str:
         """See `ServiceOperations`."""

@@ -122,6 +122,7 @@ CODES: Final[Mapping[str, Severity]] = MappingProxyType(
         "http-exposed": Severity.WARNING,
         "engine-note": Severity.WARNING,
         "scripted-engine": Severity.WARNING,
+        "host-device": Severity.WARNING,
         "draining": Severity.INFO,
         "pool-small-pages": Severity.INFO,
     }
@@ -129,6 +130,9 @@ CODES: Final[Mapping[str, Severity]] = MappingProxyType(
 
 # How the engine's note begins that names a GPU beside a CPU that serves.
 GPU_NOT_USED: Final = "A GPU is present but the CPU serves"
+
+# How an engine names ordinary memory in the place of a GPU.
+HOST_DEVICE: Final = "host"
 
 _ORDER: Final = (Severity.ERROR, Severity.WARNING, Severity.INFO)
 
@@ -235,6 +239,12 @@ def _standing(inputs: HealthInputs, limits: Thresholds) -> Iterator[tuple[str, s
     if inputs.backend == "scripted":
         yield "scripted-engine", "Answers come from a script: no model is loaded."
         return
+    if inputs.device == HOST_DEVICE:
+        yield (
+            "host-device",
+            'Ordinary memory stands for a GPU (engine.device = "host"), which is for development '
+            "and tests. Remove engine.device to serve without it.",
+        )
     asked, servable = inputs.asked_context_tokens, inputs.servable_context_tokens
     if asked > servable:
         yield (

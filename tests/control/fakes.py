@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from freetokend.core import logs
+from freetokend.core.cache_stats import CacheCounters, LayerCounters
 from freetokend.core.config import (
     EnvironmentFacts,
     ResolvedConfig,
@@ -18,13 +19,17 @@ from freetokend.core.config import (
 )
 from freetokend.core.errors import FreetokenError
 from freetokend.link.messages import (
+    CacheDescription,
+    CacheVerified,
     EngineDescription,
     EngineSnapshot,
     EngineState,
     EngineStats,
     GenerateRequest,
+    LayerRun,
     SequenceUpdate,
 )
+from freetokend.policy.backend_choice import LayerBranch
 
 DESCRIPTION = EngineDescription(
     model="demo",
@@ -55,6 +60,44 @@ DESCRIPTION = EngineDescription(
     threads_reason="one per physical core",
 )
 PINNED = EngineStats(pool_pinned_bytes=10 << 30, pool_bytes=10 << 30, pin_done=True)
+
+
+# Of an engine with a cache, which the fake gateway's is not until a test sets these.
+CACHED = replace(
+    DESCRIPTION,
+    device="host",
+    device_name="ordinary memory",
+    backend="hybrid",
+    backend_reason='engine.backend = "hybrid"',
+    moe_layers_count=3,
+    cache=CacheDescription(
+        slots_count=8,
+        slots_capacity=24,
+        layer_runs=(
+            LayerRun(layers_count=2, branch=LayerBranch.SPLIT, reason="split by the rates"),
+            LayerRun(layers_count=1, branch=LayerBranch.CPU, reason="set for this layer"),
+        ),
+        fill_rate_source="measured at the start",
+    ),
+)
+CACHE = CacheCounters(
+    slots_count=12,
+    slots_capacity=24,
+    resident_count=10,
+    slot_bytes=5 << 20,
+    committed_bytes=60 << 20,
+    generation=2,
+    layers=(
+        LayerCounters(hits_count=75, misses_count=25, fills_count=10, cpu_count=15),
+        LayerCounters(hits_count=50, misses_count=50, fills_count=50, evictions_count=7),
+        LayerCounters(),
+    ),
+    fill_counts=((0, 1, 1, 1, 1, 2), (0, 1, 2, 2, 3, 3)),
+    fills_count=100,
+    fill_bytes=500 << 20,
+    fill_busy_s=0.5,
+    streamed_count=40,
+)
 
 
 class FakeStream:
@@ -139,6 +182,7 @@ class FakeOperations:
         self.calls: list[tuple[str, object]] = []
         self.still_running_count = 0
         self.error: Exception | None = None
+        self.verified = CacheVerified(request_id="v", compared_count=10, compared_bytes=1 << 20)
         self.stop_requested = asyncio.Event()
 
     async def drain(self, timeout_s: float) -> int:
@@ -153,6 +197,12 @@ class FakeOperations:
     def request_stop(self, *, drain: bool) -> None:
         self.calls.append(("stop", drain))
         self.stop_requested.set()
+
+    async def verify_cache(self) -> CacheVerified:
+        self.calls.append(("verify-cache", None))
+        if self.error is not None:
+            raise self.error
+        return self.verified
 
     def set_log_level(self, level: str) -> str:
         self.calls.append(("log-level", level))

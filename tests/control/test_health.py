@@ -116,6 +116,7 @@ def test_alive_and_ready(state: HealthState, alive: bool, ready: bool) -> None:
         ),
         ({"pool_page_bytes": 4096}, "pool-small-pages", "pages of 4 KiB"),
         ({"backend": "scripted"}, "scripted-engine", "no model is loaded"),
+        ({"device": "host"}, "host-device", "Remove engine.device to serve without it"),
     ],
 )
 def test_each_warning(changes: dict[str, object], code: str, words: str) -> None:

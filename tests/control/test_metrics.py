@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from freetokend.link.messages import (
     Sampling,
     SequenceUpdate,
 )
-from tests.control.fakes import FakeGateway, config
+from tests.control.fakes import CACHE, CACHED, DESCRIPTION, FakeGateway, config
 
 GOLDEN = Path(__file__).with_name("metrics.golden")
 REQUEST = GenerateRequest(
@@ -79,6 +80,8 @@ async def fully_used(plane: ControlPlane, gateway: FakeGateway) -> None:
     gateway.set(
         state=EngineState.DRAINING,
         load=LoadProgress(stage="warm_up", done_bytes=5, total_bytes=9),
+        description=CACHED,
+        cache=CACHE,
     )
     gateway.answer = [
         SequenceUpdate(request_id="r", token_ids=(1,)),
@@ -186,13 +189,33 @@ async def test_state_is_read_at_the_scrape(plane: ControlPlane, gateway: FakeGat
     assert "freetoken_pool_size_bytes{model=demo}" not in seen
 
 
+async def test_the_cache_layer_by_layer(plane: ControlPlane, gateway: FakeGateway) -> None:
+    assert not [name for name in samples(plane) if name.startswith("freetoken_cache_")]
+    gateway.set(description=CACHED, cache=CACHE)
+    seen = samples(plane)
+    assert seen["freetoken_cache_slots{model=demo}"] == 12
+    assert seen["freetoken_cache_slots_limit{model=demo}"] == 24
+    assert seen["freetoken_cache_committed_bytes{model=demo}"] == 60 << 20
+    assert seen["freetoken_cache_hits_total{layer=0,model=demo}"] == 75
+    assert seen["freetoken_cache_cpu_executions_total{layer=0,model=demo}"] == 15
+    assert seen["freetoken_cache_fills_total{layer=1,model=demo}"] == 50
+    assert seen["freetoken_cache_evictions_total{layer=1,model=demo}"] == 7
+    assert seen["freetoken_cache_misses_total{layer=2,model=demo}"] == 0
+    assert seen["freetoken_cache_layers{branch=split,model=demo}"] == 2
+    assert seen["freetoken_cache_layers{branch=fill,model=demo}"] == 0
+    assert seen["freetoken_cache_filled_of_missing{missing=5,model=demo}"] == 2
+    assert seen["freetoken_cache_link_bytes_total{model=demo}"] == 500 << 20
+    assert seen["freetoken_cache_link_busy_seconds_total{model=demo}"] == 0.5
+    gateway.set(cache=replace(CACHE, fill_counts=((0, *[1] * 500),)))
+    seen = samples(plane)
+    assert len([name for name in seen if name.startswith("freetoken_cache_filled")]) == 65
+    gateway.set(description=None)
+    assert not [name for name in samples(plane) if name.startswith("freetoken_cache_")]
+
+
 async def test_two_warnings_of_one_code_are_one_sample(
     plane: ControlPlane, gateway: FakeGateway
 ) -> None:
-    from dataclasses import replace
-
-    from tests.control.fakes import DESCRIPTION
-
     gateway.set(description=replace(DESCRIPTION, notes=("one", "two")))
     key = "freetoken_health_warnings{code=engine-note,model=demo,severity=warning}"
     assert samples(plane)[key] == 2

@@ -18,8 +18,8 @@ from freetokend.api.control.v1 import control_pb2_grpc as pb_grpc
 from freetokend.control import ControlPlane
 from freetokend.control.errors import PARAM_KEY, REASON_KEY, RETRY_AFTER_KEY
 from freetokend.core.errors import REACTIONS, FreetokenError, InternalError, Reason
-from freetokend.link.messages import EngineState, LoadProgress
-from tests.control.fakes import FakeGateway, FakeOperations
+from freetokend.link.messages import CacheVerified, EngineState, LoadProgress, SlotDifference
+from tests.control.fakes import CACHE, CACHED, FakeGateway, FakeOperations
 
 
 def details(error: grpc.aio.AioRpcError) -> dict[str, str]:
@@ -172,6 +172,75 @@ async def test_admin_verbs_reach_the_daemon(
     assert status.log_level == "debug"
 
 
+async def test_the_cache_before_and_with_an_engine_that_has_one(
+    gateway: FakeGateway, monitor: grpc.aio.Channel
+) -> None:
+    stub = pb_grpc.MonitorStub(monitor)
+    reply = await stub.GetCache(pb.GetCacheRequest())
+    assert not reply.HasField("summary")
+    assert reply.absent_reason == "the backend is cpu: no NVIDIA GPU is present"
+    assert not (await stub.GetStatus(pb.GetStatusRequest())).status.HasField("cache")
+
+    gateway.set(description=CACHED)
+    early = await stub.GetCache(pb.GetCacheRequest())
+    assert (early.summary.slots_count, early.summary.slots_capacity_count) == (8, 24)
+    assert early.summary.committed_bytes == 8 * CACHED.bytes_per_expert
+    assert [layer.branch for layer in early.layers] == ["split", "split", "cpu"]
+
+    gateway.set(cache=CACHE)
+    reply = await stub.GetCache(pb.GetCacheRequest())
+    assert reply.absent_reason == ""
+    assert reply.device.device == "host"
+    summary = reply.summary
+    assert summary == (await stub.GetStatus(pb.GetStatusRequest())).status.cache
+    assert (summary.slots_count, summary.resident_count, summary.experts_count) == (12, 10, 24)
+    assert (summary.hits_count, summary.misses_count) == (125, 75)
+    assert summary.hit_ratio == 0.625
+    assert (summary.decode_fills_count, summary.cpu_count, summary.evictions_count) == (60, 15, 7)
+    assert summary.fill_bytes_per_s == (500 << 20) / 0.5
+    assert summary.fill_rate_source == "measured at the start"
+    assert [layer.hit_ratio for layer in reply.layers] == [0.75, 0.5, 0.0]
+    assert [layer.branch_reason for layer in reply.layers][1:] == [
+        "split by the rates",
+        "set for this layer",
+    ]
+    assert [(row.up_to_tokens, row.unbounded) for row in reply.fill_table] == [
+        (1, False),
+        (2, True),
+    ]
+    assert list(reply.fill_table[1].fill_count) == [0, 1, 2, 2, 3, 3]
+
+    gateway.set(state=EngineState.RESTARTING, description=None, cache=None)
+    reply = await stub.GetCache(pb.GetCacheRequest())
+    assert reply.absent_reason == "the engine ended and is being restarted"
+    assert not reply.HasField("device")
+
+
+async def test_a_comparison_of_the_cache_is_passed_on(
+    operations: FakeOperations, admin: grpc.aio.Channel
+) -> None:
+    stub = pb_grpc.AdminStub(admin)
+    operations.verified = CacheVerified(
+        request_id="v",
+        compared_count=10,
+        compared_bytes=1 << 20,
+        duration_s=0.25,
+        differences=(
+            SlotDifference(layer_index=2, expert_index=7, slot_index=5, offset_bytes=4096),
+        ),
+    )
+    reply = await stub.VerifyCache(pb.VerifyCacheRequest())
+    assert (reply.compared_count, reply.compared_bytes) == (10, 1 << 20)
+    assert reply.duration_s == 0.25
+    assert list(reply.differences) == [
+        pb.SlotDifference(layer_index=2, expert_index=7, slot_index=5, offset_bytes=4096)
+    ]
+    operations.error = FreetokenError("no expert cache", reason=Reason.DEVICE_UNUSABLE)
+    with pytest.raises(grpc.aio.AioRpcError, match="no expert cache") as caught:
+        await stub.VerifyCache(pb.VerifyCacheRequest())
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
 async def test_bad_arguments_name_the_field_and_what_is_allowed(admin: grpc.aio.Channel) -> None:
     stub = pb_grpc.AdminStub(admin)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -217,6 +286,7 @@ async def test_the_monitor_socket_has_no_admin_verbs(
         stub.Resume(pb.ResumeRequest()),
         stub.Stop(pb.StopRequest()),
         stub.SetLogLevel(pb.SetLogLevelRequest(level="debug")),
+        stub.VerifyCache(pb.VerifyCacheRequest()),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call

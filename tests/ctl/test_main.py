@@ -16,7 +16,8 @@ from freetokend.core.errors import REACTIONS
 from freetokend.ctl.main import build_parser
 from tests.ctl.conftest import Ctl
 
-VERBS = ["status", "top", "wait", "version", "drain", "resume", "stop", "log-level", "config"]
+VERBS = ["status", "top", "wait", "cache", "version", "drain", "resume", "stop", "verify-cache"]
+VERBS += ["log-level", "config"]
 OFFLINE = ["ftw", "trace"]
 
 
@@ -24,7 +25,7 @@ async def test_help_names_every_verb_and_exit_code(ctl: Ctl) -> None:
     done = await ctl("--help")
     assert (done.code, done.err) == (0, "")
     for verb in [*VERBS, *OFFLINE]:
-        assert re.search(rf"^    {verb} ", done.out, re.M), verb
+        assert re.search(rf"^    {verb}( |$)", done.out, re.M), verb
     told = {int(code) for code in re.findall(r"^ +(\d+)  \w", done.out, re.M)}
     # 66 and 130 as a status of the table belong to HTTP requests only.
     assert {entry.exit_code for entry in REACTIONS.values()} - {66} <= told | {130}

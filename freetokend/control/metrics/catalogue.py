@@ -144,6 +144,44 @@ _POOL: Final = (
     _gauge("pool_pin_seconds", "How long pinning took so far.", "model", unit="seconds"),
 )
 
+_CACHE: Final = (
+    _gauge("cache_slots", "Slots of the expert cache.", "model"),
+    _gauge("cache_slots_limit", "The most slots that the expert cache can have.", "model"),
+    _gauge("cache_resident_experts", "Experts that have a slot.", "model"),
+    _gauge("cache_slot_bytes", "Size of a slot.", "model", unit="bytes"),
+    _gauge("cache_committed_bytes", "Memory of the slots.", "model", unit="bytes"),
+    _gauge("cache_layers", "MoE layers, by what their misses do.", "model", "branch"),
+    _gauge(
+        "cache_filled_of_missing",
+        "How many of so many missing experts are filled, with one token per expert; up to 64.",
+        "model",
+        "missing",
+    ),
+    _counter(
+        "cache_hits_total", "Distinct experts of decode steps that had a slot.", "model", "layer"
+    ),
+    _counter(
+        "cache_misses_total", "Distinct experts of decode steps without a slot.", "model", "layer"
+    ),
+    _counter("cache_fills_total", "Misses of decode steps that were filled.", "model", "layer"),
+    _counter(
+        "cache_cpu_executions_total",
+        "Misses of decode steps that the CPU executed.",
+        "model",
+        "layer",
+    ),
+    _counter(
+        "cache_evictions_total",
+        "Experts of any layer that lost their slot to one of this layer.",
+        "model",
+        "layer",
+    ),
+    _counter("cache_link_fills_total", "Fills over the link, prefill included.", "model"),
+    _counter("cache_link_bytes_total", "Bytes filled over the link.", "model", unit="bytes"),
+    _counter("cache_link_busy_seconds_total", "Time the link was busy.", "model", unit="seconds"),
+    _counter("cache_streamed_experts_total", "Experts that prefill streamed.", "model"),
+)
+
 _REQUESTS: Final = (
     _counter(
         "requests_finished_total",
@@ -187,7 +225,7 @@ _HTTP: Final = (
     ),
 )
 
-STATE_METRICS: Final[tuple[Metric, ...]] = (*_SERVICE, *_ENGINE, *_POOL)
+STATE_METRICS: Final[tuple[Metric, ...]] = (*_SERVICE, *_ENGINE, *_POOL, *_CACHE)
 EVENT_METRICS: Final[tuple[Metric, ...]] = (*_REQUESTS, *_HTTP)
 CATALOGUE: Final[Mapping[str, Metric]] = MappingProxyType(
     {metric.name: metric for metric in (*STATE_METRICS, *EVENT_METRICS)}

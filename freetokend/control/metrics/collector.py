@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
@@ -12,6 +13,10 @@ from prometheus_client.registry import Collector
 from freetokend.control.metrics.catalogue import STATE_METRICS, Kind, metric
 from freetokend.control.state import ServiceState
 from freetokend.link.messages import EngineState
+from freetokend.policy.backend_choice import LayerBranch
+
+# One step of a few requests misses no more; a series for each of hundreds helps nobody.
+_MOST_MISSING: Final = 64
 
 
 class StateCollector(Collector):
@@ -41,6 +46,7 @@ class StateCollector(Collector):
         self._service(families, state)
         _engine(families, state)
         _described(families, state)
+        _cache(families, state)
         return families.all()
 
     def _service(self, families: _Families, state: ServiceState) -> None:
@@ -109,6 +115,38 @@ def _described(families: _Families, state: ServiceState) -> None:
     families.add("pool_attach_seconds", engine.attach_s, model)
     families.add("pool_load_seconds", engine.load_s, model)
     families.add("pool_load_bytes_per_second", engine.load_bytes_per_s, model)
+
+
+def _cache(families: _Families, state: ServiceState) -> None:
+    """Absent without an expert cache, and until the engine's first heartbeat."""
+    snapshot, model = state.snapshot, state.snapshot.model
+    engine, cache = snapshot.description, snapshot.cache
+    if engine is None or engine.cache is None or cache is None:
+        return
+    families.add("cache_slots", cache.slots_count, model)
+    families.add("cache_slots_limit", cache.slots_capacity, model)
+    families.add("cache_resident_experts", cache.resident_count, model)
+    families.add("cache_slot_bytes", cache.slot_bytes, model)
+    families.add("cache_committed_bytes", cache.committed_bytes, model)
+    branches = Counter[LayerBranch]()
+    for run in engine.cache.layer_runs:
+        branches[run.branch] += run.layers_count
+    for branch in LayerBranch:
+        families.add("cache_layers", branches[branch], model, branch.value)
+    row = cache.fill_counts[0] if cache.fill_counts else ()
+    for missing, filled in enumerate(row[: _MOST_MISSING + 1]):
+        families.add("cache_filled_of_missing", filled, model, str(missing))
+    for index, layer in enumerate(cache.layers):
+        labels = (model, str(index))
+        families.add("cache_hits_total", layer.hits_count, *labels)
+        families.add("cache_misses_total", layer.misses_count, *labels)
+        families.add("cache_fills_total", layer.fills_count, *labels)
+        families.add("cache_cpu_executions_total", layer.cpu_count, *labels)
+        families.add("cache_evictions_total", layer.evictions_count, *labels)
+    families.add("cache_link_fills_total", cache.fills_count, model)
+    families.add("cache_link_bytes_total", cache.fill_bytes, model)
+    families.add("cache_link_busy_seconds_total", cache.fill_busy_s, model)
+    families.add("cache_streamed_experts_total", cache.streamed_count, model)
 
 
 class _Families:
