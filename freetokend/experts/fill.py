@@ -52,6 +52,11 @@ class FillLink:
             raise InternalError(str(error)) from error
         self._pool = pool
 
+    @property
+    def native(self) -> _exec.FillLink:
+        """For native code that submits by itself."""
+        return self._link
+
     def submit(self, fills: torch.Tensor, fills_count: int) -> int:
         """Queue the first `fills_count` of int32 [F, 2] (expert_id, slot); returns a ticket.
 
@@ -70,7 +75,7 @@ class FillLink:
             raise InternalError(str(error)) from error
 
     def wait(self, ticket: int) -> None:
-        """Return when this and all earlier submissions are in their slots.
+        """Return when this and all earlier submissions of its kind are in their slots.
 
         RuntimeError, here and in `drain`, when `close` came first.
         """

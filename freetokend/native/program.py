@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from freetokend.native import _exec
 from freetokend.native.executor import Executor, faults
@@ -71,6 +72,13 @@ class BankExperts:
         return self.native.executions_count
 
 
+class NativeDispatch(Protocol):
+    """Whoever runs a program's experts in native code."""
+
+    @property
+    def native(self) -> _exec.ExpertDispatch: ...
+
+
 class KvPages:
     """Addresses of the pages of every layer: bf16 [pages, Nkv, page_tokens, D] keys and values.
 
@@ -120,7 +128,7 @@ class StepInputs:
 class Program:
     """Ops in the order in which they were added. One step at a time."""
 
-    def __init__(self, buffers: Sequence[BufferSpec], experts: BankExperts | None) -> None:
+    def __init__(self, buffers: Sequence[BufferSpec], experts: NativeDispatch | None) -> None:
         """`experts` runs the routed experts of the program's MoE layers."""
         with faults():
             self._native = _exec.Program(

@@ -14,7 +14,7 @@ from freetokend.core.errors import InternalError
 from freetokend.core.model_config import RouterScoring
 from freetokend.core.rope_config import RopeConfig
 from freetokend.native.executor import Executor, Numerics
-from freetokend.native.program import BankExperts, BufferSpec, KvPages, Program, StepInputs
+from freetokend.native.program import BufferSpec, KvPages, NativeDispatch, Program, StepInputs
 from freetokend.tensor.memory import address_of, tensor_at
 from freetokend.tensor.pool_weights import PoolWeights
 from freetokend.tensor.program import (
@@ -81,7 +81,7 @@ class NativeProgram:
         program: StepProgram,
         weights: PoolWeights,
         executor: Executor,
-        experts: BankExperts | None,
+        experts: NativeDispatch | None,
         *,
         numerics: Numerics = "exact",
         observer: Observer | None = None,

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings_cache.h"
+#include "bindings_expert_cache.h"
 #include "bindings_fill.h"
 #include "bindings_sampling.h"
 #include "src/executor.h"
@@ -185,6 +186,7 @@ PYBIND11_MODULE(_exec, module) {
   bind_cache(module);
   bind_fill(module);
   bind_program(module);
+  bind_expert_cache(module);
   bind_sampling(module);
   module.def("available_isas", &available_isas);
   module.def(

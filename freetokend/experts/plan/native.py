@@ -34,7 +34,7 @@ class NativePlanner:
         self._shape = shape
         half_life_ticks, ticks_per_layer = order_ticks(order)
         self._planner = CachePlanner(
-            _arrays(state),
+            cache_arrays(state),
             CacheShape(
                 layers_count=shape.moe_layers_count,
                 experts_per_layer_count=shape.experts_per_layer_count,
@@ -104,7 +104,8 @@ class NativePlanner:
         )
 
 
-def _arrays(state: ResidencyState) -> CacheArrays:
+def cache_arrays(state: ResidencyState) -> CacheArrays:
+    """The state as native code takes it; the state must outlive whoever gets it."""
     return CacheArrays(
         slot_of_expert=address_of(state.slot_of_expert, torch.int32),
         expert_of_slot=address_of(state.expert_of_slot, torch.int32),

@@ -309,7 +309,7 @@ void CachePlanner::rewrite(const PlanCall& call, std::size_t valid) const {
   for (std::size_t at = 0; at < call.tokens_capacity * call.top_k; ++at) {
     const std::int32_t expert = call.routed[at];
     if (at >= valid * call.top_k || expert < 0) {
-      call.physical[at] = kNone;
+      call.physical[at] = kNoExpert;
     } else {
       call.physical[at] = slots[expert] >= 0 ? slots[expert] : elsewhere;
     }

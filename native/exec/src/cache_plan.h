@@ -13,7 +13,7 @@ namespace freetoken::exec {
 
 // Entries of `physical` that are not slots.
 inline constexpr std::int32_t kOnCpu = -1;
-inline constexpr std::int32_t kNone = -2;
+inline constexpr std::int32_t kNoExpert = -2;
 inline constexpr std::int32_t kDeferred = -3;
 
 // Keys of held slots: `kHeld` more than they would have; from kHeldFrom on.

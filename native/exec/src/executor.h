@@ -44,7 +44,7 @@ struct LinearCall {
 };
 
 // y[token][k] = weights[token][k] * down(act(gate x) * up x) of expert expert_ids[token][k]; an
-// id of -1 gives zeros.
+// id of -1 gives zeros, or leaves y as it is where others compute it.
 struct ExpertsCall {
   const Bf16* x;                   // [tokens][hidden]
   const std::int32_t* expert_ids;  // [tokens][top_k], -1 or an index of a record
@@ -57,6 +57,14 @@ struct ExpertsCall {
   bool has_bias = false;
   GluSpec glu;
   bool fast = false;
+  // Where each expert's record is, if they do not lie one after another in `bank`: experts_count
+  // addresses, of which only those of the experts in expert_ids count.
+  const std::byte* const* records = nullptr;
+  bool keep_absent = false;  // leave the y of ids of -1 as it is
+
+  const std::byte* record(std::size_t expert) const {
+    return records != nullptr ? records[expert] : bank + expert * record_bytes;
+  }
 };
 
 struct StoreKvCall {

@@ -49,7 +49,10 @@ void check(const Fill& fill, std::size_t experts_count, std::size_t slots_count)
 }  // namespace
 
 FillLink::FillLink(const Layout& layout, double rate_bytes_per_s)
-    : layout_(layout), rate_bytes_per_s_(checked_rate(rate_bytes_per_s)), free_at_(Clock::now()) {
+    : layout_(layout),
+      rate_bytes_per_s_(checked_rate(rate_bytes_per_s)),
+      due_(Clock::now()),
+      free_at_(due_) {
   if (layout.bank == nullptr || layout.slots == nullptr || layout.record_bytes == 0) {
     throw std::invalid_argument("fills need a bank, slots and a record size");
   }
@@ -75,17 +78,23 @@ void FillLink::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-std::uint64_t FillLink::submit(const Fill* fills, std::size_t fills_count,
-                               std::size_t slots_count) {
-  Job job{.fills = {fills, fills + fills_count}, .submitted = Clock::now()};
+std::uint64_t FillLink::submit(const Fill* fills, std::size_t fills_count, std::size_t slots_count,
+                               FillLane lane) {
+  Job job{.ticket = 0,
+          .fills = {fills, fills + fills_count},
+          .copied_count = 0,
+          .submitted = Clock::now()};
   const std::size_t usable = std::min(slots_count, layout_.slots_capacity);
   for (const Fill& fill : job.fills) check(fill, layout_.experts_count, usable);
   std::uint64_t ticket = 0;
   {
     const std::lock_guard lock(mutex_);
     if (stop_.load()) throw std::logic_error("the link that fills slots is stopped");
-    jobs_.push_back(std::move(job));
     ticket = ++submitted_count_;
+    if (fills_count == 0) return ticket;
+    job.ticket = ticket;
+    open_.insert(ticket);
+    (lane == FillLane::kUrgent ? urgent_ : bulk_).push_back(std::move(job));
   }
   queued_.notify_one();
   return ticket;
@@ -97,14 +106,19 @@ void FillLink::wait(std::uint64_t ticket) {
   await(lock, ticket);
 }
 
+bool FillLink::is_done(std::uint64_t ticket) const {
+  const std::lock_guard lock(mutex_);
+  return ticket <= submitted_count_ && !open_.contains(ticket);
+}
+
 void FillLink::drain() {
   std::unique_lock lock(mutex_);
-  await(lock, submitted_count_);
+  while (!open_.empty()) await(lock, *open_.begin());
 }
 
 void FillLink::await(std::unique_lock<std::mutex>& lock, std::uint64_t ticket) {
-  done_.wait(lock, [&] { return done_count_ >= ticket || stop_.load(); });
-  if (done_count_ < ticket) {
+  done_.wait(lock, [&] { return !open_.contains(ticket) || stop_.load(); });
+  if (open_.contains(ticket)) {
     throw std::logic_error("the link that fills slots was stopped before it had copied all");
   }
 }
@@ -118,57 +132,71 @@ void FillLink::set_rate_bytes_per_s(double rate_bytes_per_s) {
   rate_bytes_per_s_.store(checked_rate(rate_bytes_per_s));
 }
 
+std::deque<FillLink::Job>* FillLink::next_lane() {
+  if (!urgent_.empty()) return &urgent_;
+  return bulk_.empty() ? nullptr : &bulk_;
+}
+
 void FillLink::run() {
   ::prctl(PR_SET_TIMERSLACK, 1UL);  // of this thread alone; the default adds 50 us to each sleep
   while (true) {
-    Job job;
+    std::deque<Job>* lane = nullptr;
+    Fill fill{};
+    Clock::time_point submitted;
     {
       std::unique_lock lock(mutex_);
-      queued_.wait(lock, [this] { return stop_.load() || !jobs_.empty(); });
+      queued_.wait(lock, [&] { return stop_.load() || (lane = next_lane()) != nullptr; });
       if (stop_.load()) return;
-      job = std::move(jobs_.front());
-      jobs_.pop_front();
+      const Job& job = lane->front();
+      fill = job.fills[job.copied_count];
+      submitted = job.submitted;
     }
-    if (!copy(job)) return;
+    if (!copy(fill, submitted)) return;
+    finish_record(*lane);
   }
 }
 
-bool FillLink::copy(const Job& job) {
-  const Clock::time_point started = std::max(job.submitted, free_at_);
-  Clock::time_point due = started;
-  for (const Fill& fill : job.fills) {
-    std::memcpy(layout_.slots + static_cast<std::size_t>(fill.slot) * layout_.record_bytes,
-                layout_.bank + static_cast<std::size_t>(fill.expert_id) * layout_.record_bytes,
-                layout_.record_bytes);
-    if (const double rate = rate_bytes_per_s_.load(); rate > 0.0) {
-      const std::chrono::duration<double> record(static_cast<double>(layout_.record_bytes) / rate);
-      due += std::chrono::duration_cast<Clock::duration>(record);
-    }
-    for (auto left = due - Clock::now(); left.count() > 0; left = due - Clock::now()) {
-      if (stop_.load()) return false;
-      if (left > kSpin) {
-        std::this_thread::sleep_for(std::min<Clock::duration>(left - kSpin, kLongestSleep));
-      } else {
-        pause();
-      }
-    }
+bool FillLink::copy(const Fill& fill, Clock::time_point submitted) {
+  due_ = std::max(submitted, due_);
+  std::memcpy(layout_.slots + static_cast<std::size_t>(fill.slot) * layout_.record_bytes,
+              layout_.bank + static_cast<std::size_t>(fill.expert_id) * layout_.record_bytes,
+              layout_.record_bytes);
+  if (const double rate = rate_bytes_per_s_.load(); rate > 0.0) {
+    const std::chrono::duration<double> record(static_cast<double>(layout_.record_bytes) / rate);
+    due_ += std::chrono::duration_cast<Clock::duration>(record);
+  }
+  for (auto left = due_ - Clock::now(); left.count() > 0; left = due_ - Clock::now()) {
     if (stop_.load()) return false;
+    if (left > kSpin) {
+      std::this_thread::sleep_for(std::min<Clock::duration>(left - kSpin, kLongestSleep));
+    } else {
+      pause();
+    }
   }
-  finish(job, started, std::max(due, Clock::now()));
-  return true;
+  return !stop_.load();
 }
 
-void FillLink::finish(const Job& job, Clock::time_point started, Clock::time_point ended) {
+// Counts the first record of a lane as copied; only this thread takes jobs away.
+void FillLink::finish_record(std::deque<Job>& lane) {
+  const Clock::time_point now = Clock::now();
+  bool job_done = false;
   {
     const std::lock_guard lock(mutex_);
-    // A link that was only late in being told (a thread that had to wake) does not lose that time.
-    free_at_ = ended;
-    ++done_count_;
-    totals_.fills_count += job.fills.size();
-    totals_.bytes += job.fills.size() * layout_.record_bytes;
-    totals_.busy_s += std::chrono::duration<double>(ended - started).count();
+    Job& job = lane.front();
+    const Clock::time_point started = std::max(job.submitted, free_at_);
+    free_at_ = now;
+    ++totals_.fills_count;
+    totals_.bytes += layout_.record_bytes;
+    totals_.busy_s += std::chrono::duration<double>(now - started).count();
+    job_done = ++job.copied_count == job.fills.size();
+    if (job_done) {
+      open_.erase(job.ticket);
+      lane.pop_front();
+      // A link that was slower than its rate within a list may catch up there, not in the next.
+      due_ = std::max(due_, now);
+    }
   }
-  done_.notify_all();
+  if (job_done) done_.notify_all();
 }
 
 }  // namespace freetoken::exec

@@ -1,5 +1,6 @@
 // Copies expert records from the bank into slots in the background, as fast as memory allows or at
-// the rate of a link that it stands for.
+// the rate of a link that it stands for. Two lanes: what a decode step waits for goes before what a
+// prefill will want later, from the next record on.
 #pragma once
 
 #include <atomic>
@@ -9,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -19,8 +21,10 @@ namespace freetoken::exec {
 struct FillTotals {
   std::uint64_t fills_count = 0;
   std::uint64_t bytes = 0;
-  double busy_s = 0.0;  // from a submission's start on the link to its end, rests between left out
+  double busy_s = 0.0;  // of the link, its rests left out
 };
+
+enum class FillLane { kUrgent, kBulk };
 
 class FillLink {
  public:
@@ -38,13 +42,17 @@ class FillLink {
   FillLink(const FillLink&) = delete;
   FillLink& operator=(const FillLink&) = delete;
 
-  // Queues copies behind those queued before, reads the list at once, and returns its ticket.
+  // Queues copies behind those of the same lane, reads the list at once, and returns its ticket.
   // `slots_count`: slots that exist now. Throws std::out_of_range, and queues nothing, when a fill
   // lies outside the bank or the slots; std::logic_error once it is stopped.
-  std::uint64_t submit(const Fill* fills, std::size_t fills_count, std::size_t slots_count);
-  // Returns when this and every earlier submission is in its slots. Throws std::out_of_range for
-  // a ticket that was never given, std::logic_error when the link was stopped before.
+  std::uint64_t submit(const Fill* fills, std::size_t fills_count, std::size_t slots_count,
+                       FillLane lane = FillLane::kUrgent);
+  // Returns when this and every earlier submission of its lane is in its slots. Throws
+  // std::out_of_range for a ticket that was never given, std::logic_error when the link was
+  // stopped before.
   void wait(std::uint64_t ticket);
+  // Whether `wait` would return at once.
+  [[nodiscard]] bool is_done(std::uint64_t ticket) const;
   // Waits for everything that is queued.
   void drain();
   // Ends after the running record; what is still queued is not copied, and no more can be. The
@@ -59,15 +67,19 @@ class FillLink {
  private:
   using Clock = std::chrono::steady_clock;
   struct Job {
+    std::uint64_t ticket;
     std::vector<Fill> fills;
+    std::size_t copied_count;
     Clock::time_point submitted;
   };
 
   void run();
+  // The lane whose next record is to be copied, or null when there is nothing.
+  std::deque<Job>* next_lane();
   void await(std::unique_lock<std::mutex>& lock, std::uint64_t ticket);
   // False when it was told to stop half-way.
-  bool copy(const Job& job);
-  void finish(const Job& job, Clock::time_point started, Clock::time_point ended);
+  bool copy(const Fill& fill, Clock::time_point submitted);
+  void finish_record(std::deque<Job>& lane);
 
   const Layout layout_;
   std::atomic<double> rate_bytes_per_s_;
@@ -76,11 +88,15 @@ class FillLink {
   mutable std::mutex mutex_;
   std::condition_variable queued_;
   std::condition_variable done_;
-  std::deque<Job> jobs_;
+  std::deque<Job> urgent_;
+  std::deque<Job> bulk_;
   std::uint64_t submitted_count_ = 0;
-  std::uint64_t done_count_ = 0;
+  std::set<std::uint64_t> open_;  // tickets that are not done
   FillTotals totals_;
-  Clock::time_point free_at_;  // when the link is through with what went before
+  // Of the thread alone: when the link may carry the next record at its rate, and when it ended
+  // with the last one.
+  Clock::time_point due_;
+  Clock::time_point free_at_;
   std::thread thread_;
 };
 

@@ -120,7 +120,7 @@ void Executor::experts(const ExpertsCall& call) {
   const Exclusive exclusive(busy_);
   validate(call);
   const std::size_t pairs = call.tokens * call.top_k;
-  for (std::size_t pair = 0; pair < pairs; ++pair) {
+  for (std::size_t pair = 0; pair < pairs && !call.keep_absent; ++pair) {
     if (call.expert_ids[pair] < 0) std::fill_n(call.y + pair * call.hidden, call.hidden, 0.0F);
   }
   const ProductKernels& kernels = products(call.format, call.fast);
@@ -152,7 +152,7 @@ void Executor::run_gate_up(const ExpertsCall& call, const ExpertLayout& layout) 
              2 * units * groups_.groups().size(), threads_count());
   pool_.run(tiles_.tiles().size(), [&](std::uint32_t index, int worker) noexcept {
     const ProductTile& tile = tiles_.tiles()[index];
-    const std::byte* record = call.bank + groups_.groups()[tile.group].expert * call.record_bytes;
+    const std::byte* record = call.record(groups_.groups()[tile.group].expert);
     const std::size_t row = tile.first_unit * kRowsPerBlock;
     const float* globals = floats_at(record, layout.globals_offset);
     const float* gate_bias = floats_at(record, layout.gate_bias_offset);
@@ -184,7 +184,7 @@ void Executor::run_down(const ExpertsCall& call, const ExpertLayout& layout) {
              units * groups_.groups().size(), threads_count());
   pool_.run(tiles_.tiles().size(), [&](std::uint32_t index, int worker) noexcept {
     const ProductTile& tile = tiles_.tiles()[index];
-    const std::byte* record = call.bank + groups_.groups()[tile.group].expert * call.record_bytes;
+    const std::byte* record = call.record(groups_.groups()[tile.group].expert);
     const float* globals = floats_at(record, layout.globals_offset);
     const float scale = globals != nullptr ? globals[2] : 1.0F;
     const float* bias = floats_at(record, layout.down_bias_offset);

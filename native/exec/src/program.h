@@ -156,6 +156,7 @@ class BankExperts final : public ExpertDispatch {
  public:
   explicit BankExperts(const ExpertBank& bank) : bank_(bank) {}
   void dispatch(Executor& executor, const RoutedTokens& routed) override;
+  const ExpertBank& bank() const { return bank_; }
   // (token, expert) pairs so far; from any thread.
   std::uint64_t executions_count() const { return executions_count_.load(); }
 

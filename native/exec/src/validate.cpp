@@ -92,7 +92,7 @@ void validate(const ExpertsCall& call) {
   require(call.top_k <= call.experts_count, "top_k is larger than experts_count");
   require(call.glu.limit >= 0, "the limit of the activation must not be negative");
   require_rows(call.tokens * call.top_k);
-  require_aligned(call.bank, "experts: bank");
+  if (call.records == nullptr) require_aligned(call.bank, "experts: bank");
   require(call.x != nullptr && call.expert_ids != nullptr && call.weights != nullptr &&
               call.y != nullptr,
           "experts: null address of x, expert_ids, weights or y");
@@ -104,8 +104,11 @@ void validate(const ExpertsCall& call) {
               "least " +
               std::to_string(needed_bytes) + " bytes, the size of one expert");
   for (std::size_t i = 0; i < call.tokens * call.top_k; ++i) {
-    if (call.expert_ids[i] != -1)
-      require_index(call.expert_ids[i], call.experts_count, "expert id");
+    if (call.expert_ids[i] == -1) continue;
+    require_index(call.expert_ids[i], call.experts_count, "expert id");
+    if (call.records != nullptr) {
+      require_aligned(call.records[call.expert_ids[i]], "experts: record");
+    }
   }
 }
 

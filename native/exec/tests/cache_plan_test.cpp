@@ -102,9 +102,9 @@ using Ids = std::vector<std::int32_t>;
 TEST(CachePlan, FillsHitsAndEvictsTheLeastRecentlyUsed) {
   Cache cache({.layers_count = 2, .experts_per_layer_count = 4, .cpu_kernel = true}, 3, kLru, 2, 2);
   cache.plan(0, {3, 1, 1, -1}, 2);
-  EXPECT_EQ(cache.routed_to(), (Ids{1, 0, 0, kNone}));
+  EXPECT_EQ(cache.routed_to(), (Ids{1, 0, 0, kNoExpert}));
   cache.plan(1, {2, -1, 0, 0}, 1);  // the second row is padding
-  EXPECT_EQ(cache.routed_to(), (Ids{2, kNone, kNone, kNone}));
+  EXPECT_EQ(cache.routed_to(), (Ids{2, kNoExpert, kNoExpert, kNoExpert}));
   cache.plan(0, {1, -1, -1, -1}, 2);
   EXPECT_EQ(cache.stats[0].hits, 1);
   cache.plan(1, {0, -1, -1, -1}, 1);  // 3 of layer 0 goes: least recently used
@@ -125,7 +125,7 @@ TEST(CachePlan, WhatIsInUseStaysAndTheRestGoesToTheCpu) {
   EXPECT_EQ(cache.cpu[1], 7);
   cache.fillable[0] = 0;
   cache.plan(0, {3, 0, 2, -1}, 1);
-  EXPECT_EQ(cache.routed_to(), (Ids{kOnCpu, 0, 1, kNone}));
+  EXPECT_EQ(cache.routed_to(), (Ids{kOnCpu, 0, 1, kNoExpert}));
 }
 
 TEST(CachePlan, RoundsWithoutACpuKernel) {
@@ -134,7 +134,7 @@ TEST(CachePlan, RoundsWithoutACpuKernel) {
   cache.plan(0, {6, 4, 2, 0}, 1);
   EXPECT_EQ(cache.routed_to(), (Ids{kDeferred, kDeferred, 1, 0}));
   cache.plan(0, {6, 4, -1, -1}, 1);
-  EXPECT_EQ(cache.routed_to(), (Ids{1, 0, kNone, kNone}));
+  EXPECT_EQ(cache.routed_to(), (Ids{1, 0, kNoExpert, kNoExpert}));
   EXPECT_EQ(cache.stats[0].evictions, 2);
 }
 
@@ -176,7 +176,7 @@ TEST(CachePlan, RefusesWhatDoesNotExistAndChangesNothing) {
   cache.slot_of_expert[1] = -1;
   EXPECT_EQ(cache.clock[0], 0);
   cache.plan(0, {0, 4}, 0);  // padding may hold anything
-  EXPECT_EQ(cache.routed_to(), (Ids{kNone, kNone}));
+  EXPECT_EQ(cache.routed_to(), (Ids{kNoExpert, kNoExpert}));
 }
 
 TEST(CachePlan, ManyVictimsOfManySlots) {
