@@ -41,6 +41,8 @@ def status_line(status: pb.Status) -> str:
         f"prefill_tokens_per_s={requests.prefill_tokens_per_s:.1f}",
         f"kv_pages={kv.pages_used_count}/{kv.pages_total_count}",
     ]
+    if status.HasField("cache"):
+        parts.append(f"cache_hits={status.cache.hit_ratio:.1%}")
     if status.engine.HasField("load"):
         load = status.engine.load
         parts.append(f"loaded={format_bytes(load.done_bytes)}/{format_bytes(load.total_bytes)}")

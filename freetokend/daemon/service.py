@@ -189,34 +189,13 @@ class Service:
 
     def _launch(self) -> EngineLaunch:
         config, pool = self._plan.config, self._pool
-        engine = config.engine
         return EngineLaunch(
             argv=engine_argv(self._plan),
             environment=engine_environment(),
             pool=None
             if pool is None
             else PoolHandover(name=pool.name, length_bytes=pool.length_bytes, fd=pool.fd),
-            settings=EngineSettings(
-                model=config.model.id,
-                threads_count=engine.threads,
-                kv_bytes=engine.kv_bytes,
-                max_running_count=engine.max_running_count,
-                max_waiting_count=engine.max_waiting_count,
-                step_tokens=engine.step_tokens,
-                max_context_tokens=engine.max_context_tokens,
-                log_level=config.log.level,
-                log_format=config.log.format,
-                pin_pool=engine.pin_pool,
-                backend=engine.backend,
-                numerics=engine.numerics,
-                device=engine.device,
-                slots_count=engine.slots_count,
-                device_bytes=engine.device_bytes,
-                link_bytes_per_s=engine.link_bytes_per_s,
-                preset=engine.preset,
-                layers=engine.layers,
-                sweep_tokens=engine.sweep_tokens,
-            ),
+            settings=engine_settings(config),
         )
 
     def _stuck_s(self) -> float:
@@ -301,6 +280,32 @@ async def _bounded(part: str, stop: Callable[[], Awaitable[None]]) -> None:
 async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait({task})
+
+
+def engine_settings(config: ResolvedConfig) -> EngineSettings:
+    """What the engine is told of the configuration."""
+    engine = config.engine
+    return EngineSettings(
+        model=config.model.id,
+        threads_count=engine.threads,
+        kv_bytes=engine.kv_bytes,
+        max_running_count=engine.max_running_count,
+        max_waiting_count=engine.max_waiting_count,
+        step_tokens=engine.step_tokens,
+        max_context_tokens=engine.max_context_tokens,
+        log_level=config.log.level,
+        log_format=config.log.format,
+        pin_pool=engine.pin_pool,
+        backend=engine.backend,
+        numerics=engine.numerics,
+        device=engine.device,
+        slots_count=engine.slots_count,
+        device_bytes=engine.device_bytes,
+        link_bytes_per_s=engine.link_bytes_per_s,
+        preset=engine.preset,
+        layers=engine.layers,
+        sweep_tokens=engine.sweep_tokens,
+    )
 
 
 def engine_argv(plan: ServicePlan) -> tuple[str, ...]:

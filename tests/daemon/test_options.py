@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from freetokend.core.errors import REACTIONS, ConfigError, Reason, UnavailableEr
 from freetokend.daemon.exit_codes import EXIT_CODES, exit_codes_text
 from freetokend.daemon.http import bind_http, http_address, listen
 from freetokend.daemon.options import parse_options
-from freetokend.daemon.service import ServicePlan, engine_argv, engine_environment
+from freetokend.daemon.service import ServicePlan, engine_argv, engine_environment, engine_settings
 
 
 def test_shorthands_and_set_become_overrides() -> None:
@@ -89,3 +89,32 @@ def test_what_may_be_free_at_the_next_start_is_no_error_of_the_configuration() -
         listen("192.0.2.1", 0)  # a network that is still coming up looks the same
     with pytest.raises(ConfigError, match="no-such-host"):
         listen("no-such-host.invalid", 0)
+
+
+def test_the_engine_is_told_every_key_of_its_table() -> None:
+    asked: dict[str, object] = {
+        "model.path": "/m",
+        "engine.backend": "hybrid",
+        "engine.device": "host",
+        "engine.slots_count": 40,
+        "engine.device_bytes": "2GiB",
+        "engine.link_bytes_per_s": "12GB",
+        "engine.preset": "agent",
+        "engine.layers": "0=cpu",
+        "engine.sweep_tokens": 2048,
+        "engine.kv_bytes": "1GiB",
+        "engine.numerics": "fast",
+        "engine.pin_pool": False,
+    }
+    nowhere = Path("/nonexistent")
+    config = resolve(
+        load_config(overrides=asked, vendor_file=nowhere, system_file=nowhere / "x.toml"),
+        gather_facts(),
+    )
+    told = engine_settings(config)
+    # Restarts are control's own affair; the engine calls its threads by what they are.
+    own = {"restart_budget_count", "restart_window_s"}
+    for field in fields(config.engine):
+        if field.name not in own:
+            name = "threads_count" if field.name == "threads" else field.name
+            assert getattr(told, name) == getattr(config.engine, field.name), field.name

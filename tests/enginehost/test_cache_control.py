@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from freetokend.core import logs
-from freetokend.core.cache_stats import CacheCounters
 from freetokend.core.errors import Reason, ResourceError
 from freetokend.enginehost.cache_control import CacheCommands
 from freetokend.link.messages import (
@@ -19,69 +20,9 @@ from freetokend.link.messages import (
     SlotDifference,
     VerifyCache,
 )
+from tests.enginehost.fake_cache import FakeCache
 
 LOG = logs.logger("freetokend.test")
-
-
-@dataclass(frozen=True)
-class Report:
-    """As the slot pool tells a resize."""
-
-    outcome: str
-    slots_count: int
-    committed_bytes: int
-    moved_count: int = 0
-    dropped_count: int = 0
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Differing:
-    slot: int
-    expert_id: int
-    offset_bytes: int
-
-
-@dataclass(frozen=True)
-class Compared:
-    compared_count: int
-    compared_bytes: int
-    differences: tuple[Differing, ...]
-
-
-class FakeCache:
-    """Notes its calls; `error` and `deferred` decide the next answers."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.error: Exception | None = None
-        self.deferred = ""
-        self.state = CacheCounters(
-            slots_count=8,
-            slots_capacity=16,
-            resident_count=2,
-            slot_bytes=100,
-            committed_bytes=800,
-            generation=1,
-        )
-
-    def resize(self, slots_count: int) -> Report:
-        self.sizes.append(slots_count)
-        if self.error is not None:
-            raise self.error
-        if self.deferred:
-            return Report("deferred", 8, 800, note=self.deferred)
-        outcome = "unchanged" if slots_count == self.state.slots_count else "done"
-        self.state = replace(self.state, slots_count=slots_count, committed_bytes=100 * slots_count)
-        return Report(outcome, slots_count, 100 * slots_count, moved_count=1, dropped_count=2)
-
-    def verify(self) -> Compared:
-        if self.error is not None:
-            raise self.error
-        return Compared(2, 200, (Differing(slot=3, expert_id=9, offset_bytes=64),))
-
-    def counters(self) -> CacheCounters:
-        return self.state
 
 
 class Rig:
@@ -208,3 +149,29 @@ def test_an_engine_without_a_cache_says_so() -> None:
         ),
         CacheVerified(request_id="v", error_reason=Reason.DEVICE_UNUSABLE, error_message=text),
     ]
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(1, 6), st.integers(0, 16)), max_size=4).map(tuple),
+        max_size=6,
+    )
+)
+def test_every_command_has_one_answer_and_generations_only_rise(
+    turns: list[tuple[tuple[int, int], ...]],
+) -> None:
+    """A generation stands for one size, as control sends it."""
+    rig = Rig()
+    size_of = {generation: size for turn in turns for generation, size in reversed(turn)}
+    newest = 0
+    for turn in turns:
+        done_count = len(rig.cache.sizes)
+        generations = [generation for generation, _ in turn]
+        newest = max([newest, *generations])
+        answers = rig.do(
+            *(ResizeCache(generation=one, slots_count=size_of[one]) for one in generations)
+        )
+        assert [a.generation for a in answers if isinstance(a, CacheResized)] == generations
+        assert rig.cache.sizes[done_count:] in ([], [size_of[newest]] if newest else [])
+        if newest:
+            assert rig.cache.state.slots_count == size_of[newest]

@@ -12,25 +12,32 @@ import pytest
 from freetokend.core import logs
 from freetokend.core.errors import InternalError, Reason, ResourceError
 from freetokend.engine.work import StepOutcome, StepWork
+from freetokend.enginehost.cache_control import CacheCommands
 from freetokend.enginehost.faults import MOST_FAILURES_IN_A_ROW, step_fault
 from freetokend.enginehost.inbox import Inbox, Incoming
 from freetokend.enginehost.loop import StepLoop
 from freetokend.enginehost.probe import TokenProbe
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.link.messages import (
+    CacheAnswer,
+    CacheResized,
+    CacheVerified,
     Cancel,
     Disconnected,
     EngineMessage,
     EngineSettings,
     EngineStats,
     FinishReason,
+    ResizeCache,
     SequenceUpdate,
     SetLogLevel,
     Shutdown,
     StepReport,
+    VerifyCache,
 )
 from freetokend.scheduler.limits import SchedulerLimits
 from freetokend.scheduler.scheduler import Scheduler
+from tests.enginehost.fake_cache import FakeCache
 from tests.scheduler.paged_echo import VOCAB_SIZE, PagedEchoEngine, solo_tokens
 from tests.scheduler.support import request
 
@@ -42,11 +49,15 @@ class RecordingLink:
 
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
+        self.answers: list[CacheAnswer] = []
         self.busy: list[bool] = []
         self.progress_count = 0
         self.on_report = lambda report: None
 
     def send(self, message: EngineMessage) -> None:
+        if isinstance(message, CacheResized | CacheVerified):
+            self.answers.append(message)
+            return
         assert isinstance(message, StepReport)
         self.reports.append(message)
         self.on_report(message)
@@ -61,7 +72,12 @@ class RecordingLink:
 class Rig:
     """A loop with everything around it."""
 
-    def __init__(self, engine: PagedEchoEngine | None = None, *messages: Incoming) -> None:
+    def __init__(
+        self,
+        engine: PagedEchoEngine | None = None,
+        *messages: Incoming,
+        cache: FakeCache | None = None,
+    ) -> None:
         self.source: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         for message in messages:
             self.source.put(message)
@@ -85,6 +101,9 @@ class Rig:
             probe=TokenProbe(self.engine, self.allocator, 1).run,
             gauges=lambda stats: replace(stats, pool_bytes=77),
             log=logs.logger("freetokend.test"),
+            cache_commands=CacheCommands(
+                cache, send=self.link.send, log=logs.logger("freetokend.test")
+            ),
         )
 
     def updates(self) -> list[SequenceUpdate]:
@@ -306,3 +325,27 @@ def test_peeking_while_loading_loses_no_message() -> None:
 
 def test_stats_without_steps() -> None:
     assert Rig().loop.stats() == EngineStats(kv_pages_total_count=64, pool_bytes=77)
+
+
+def test_cache_commands_are_done_between_steps_and_change_no_token() -> None:
+    cache = FakeCache()
+    rig = Rig(None, request("a", [1, 2], 6), Shutdown(drain=True), cache=cache)
+
+    def shrink(report: StepReport) -> None:
+        if report.stats.steps_count in (2, 4):
+            count = report.stats.steps_count
+            rig.source.put(ResizeCache(generation=count, slots_count=count))
+
+    rig.link.on_report = shrink
+    assert rig.loop.run() == 0
+    assert cache.sizes == [2, 4]
+    assert rig.tokens() == {"a": solo_tokens((1, 2), 6)}
+
+
+def test_an_idle_loop_answers_at_once_and_without_a_cache_refuses() -> None:
+    rig = Rig(None, VerifyCache(request_id="v"), ResizeCache(generation=1, slots_count=3))
+    rig.source.put(Shutdown(drain=False))
+    assert rig.loop.run() == 0
+    assert [answer.error_message for answer in rig.link.answers] == [
+        "this engine has no expert cache: backend cpu"
+    ] * 2

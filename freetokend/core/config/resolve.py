@@ -180,11 +180,26 @@ class _Decision:
         """Sizes of the expert cache, and what means something with one kind of device only."""
         self._only_with_a_cache()
         self._only_on_the_host_device()
+        unused = ""
+        if self.values["engine.backend"] == "cpu":
+            unused = 'not used: engine.backend = "cpu" has no expert cache'
+        unused_bytes = unused
+        if self.values["engine.device"] != "host":
+            unused_bytes = unused or 'not used: only the device "host" has a memory of any size'
         for key, reason in (
-            ("engine.slots_count", "as many experts as the device's memory has room for"),
-            ("engine.device_bytes", "what the engine finds reasonable for the model"),
-            ("engine.preset", "experts and contexts grow together with the device's memory"),
-            ("engine.sweep_tokens", "sized by the engine from the memory for one computation"),
+            (
+                "engine.slots_count",
+                unused or "as many experts as the device's memory has room for",
+            ),
+            ("engine.device_bytes", unused_bytes or "sized by the engine for the model"),
+            (
+                "engine.preset",
+                unused or "experts and contexts grow together with the device's memory",
+            ),
+            (
+                "engine.sweep_tokens",
+                unused or "sized by the engine from the memory for one computation",
+            ),
         ):
             if self._is_auto(key):
                 self._leave(key, reason)
