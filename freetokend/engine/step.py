@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from freetokend.engine.sampling import sample_sequences
-from freetokend.engine.work import StepOutcome, StepWork
+from freetokend.engine.work import SequenceWork, StepOutcome, StepWork
 from freetokend.kvcache.batch import KvStore, SequenceSpan, kv_batch
 from freetokend.native.executor import Executor
-from freetokend.tensor.protocols import StepInput, StepRunner
+from freetokend.tensor.protocols import KvView, StepInput, StepRunner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A step as the model takes it. sampled: the sequences whose logits `step` asks for."""
+
+    step: StepInput
+    kv: KvView
+    sampled: tuple[SequenceWork, ...]
 
 
 class Engine:
@@ -26,6 +37,11 @@ class Engine:
     @torch.inference_mode()
     def run(self, work: StepWork) -> StepOutcome:
         """Compute and sample. A row that is not numbers is an error of its sequence only."""
+        prepared = self.prepare(work)
+        return self.sample(prepared, self._program.forward(prepared.step, prepared.kv))
+
+    def prepare(self, work: StepWork) -> Prepared:
+        """Tensors of all sequences, one after another."""
         sequences = work.sequences
         batch = kv_batch(
             [
@@ -46,11 +62,16 @@ class Engine:
             positions=batch.positions.long(),
             logits_index=torch.from_numpy(ends[sampled].astype(np.int64) - 1),
         )
-        logits = self._program.forward(step, self._kv.view(batch))
+        return Prepared(
+            step=step,
+            kv=self._kv.view(batch),
+            sampled=tuple(sequences[index] for index in sampled),
+        )
+
+    def sample(self, prepared: Prepared, logits: torch.Tensor) -> StepOutcome:
+        """logits: [sampled sequences, vocab] of the step."""
         return StepOutcome(
             outcomes=sample_sequences(
-                self._executor,
-                logits.to(torch.float32).numpy(),
-                [sequences[index] for index in sampled],
+                self._executor, logits.to(torch.float32).numpy(), prepared.sampled
             )
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
 import pynvml
 
 from freetokend.core.errors import ConfigError
 from freetokend.core.host_facts import HostFiles, NvidiaCard, nvidia_cards
+from freetokend.link.messages import EngineSettings
 from freetokend.policy.health import GPU_NOT_USED
 
 GPU_BACKENDS: Final = ("fused", "offload", "hybrid")
@@ -48,6 +50,13 @@ class GpuPresence:
         return f"{what} ({where}) {be} present but no driver answers: {self.problem}"
 
 
+class Device(StrEnum):
+    """Where the slots of an expert cache are: nowhere, or in ordinary memory."""
+
+    NONE = "none"
+    HOST = "host"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendChoice:
     """The backend and its reason; `notes` say what a user would otherwise wonder about."""
@@ -57,12 +66,40 @@ class BackendChoice:
     notes: tuple[str, ...] = ()
 
 
+def choose_device(settings: EngineSettings, gpus: GpuPresence) -> Device:
+    """What could hold the slots of an expert cache; ConfigError for one that cannot be had."""
+    match settings.device:
+        case "host":
+            return Device.HOST
+        case "auto" | "none":
+            return Device.NONE
+        case "cuda":
+            found = gpus.describe() or "no NVIDIA GPU is visible to this process"
+            raise ConfigError(
+                'engine.device = "cuda" needs the engine\'s GPU backend, which this build does not '
+                f'have ({found}). Set it to "auto".',
+                param="engine.device",
+            )
+        case _:
+            raise ConfigError(
+                f'engine.device = "{settings.device}" is unknown; known are auto, cuda, host '
+                "and none.",
+                param="engine.device",
+            )
+
+
+def uses_host_device(settings: EngineSettings) -> bool:
+    """Whether an expert cache in ordinary memory was asked for."""
+    return settings.device == Device.HOST and settings.backend != "cpu"
+
+
 def choose_backend(asked: str, gpus: GpuPresence) -> BackendChoice:
-    """Raises ConfigError for a backend that this build does not have."""
+    """Where no device holds slots. ConfigError for a backend that needs one."""
     if asked in GPU_BACKENDS:
         raise ConfigError(
-            f'engine.backend = "{asked}" computes on a GPU, which this build cannot do: it has '
-            'the "cpu" backend only. Set it to "auto" or "cpu".',
+            f'engine.backend = "{asked}" needs a device for the slots of its expert cache, and '
+            'this build cannot use a GPU. Set it to "auto" or "cpu"; for development, '
+            'engine.device = "host" puts ordinary memory in the place of a GPU.',
             param="engine.backend",
         )
     if asked not in ("auto", "cpu"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -12,7 +13,18 @@ from freetokend.core.errors import ConfigError
 from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts, model_facts
 from freetokend.engine.step import Engine
+from freetokend.engine.sweep import SweepingEngine
+from freetokend.engine.work import StepEngine
+from freetokend.enginehost.backend import BackendChoice, uses_host_device
+from freetokend.enginehost.build_cache import (
+    CachedExperts,
+    CacheInputs,
+    build_cache,
+    kv_plan_of,
+    plan_host_device,
+)
 from freetokend.enginehost.built import BuiltEngine
+from freetokend.experts.bank import MappedBank
 from freetokend.experts.cpu import bank_experts
 from freetokend.ftw.index import FtwIndex
 from freetokend.ftw.layout import ROWS16
@@ -23,6 +35,7 @@ from freetokend.kvcache.native_store import NativeKvStore
 from freetokend.link.messages import EngineSettings
 from freetokend.models.registry import build_program
 from freetokend.native.executor import Executor, Numerics
+from freetokend.native.program import NativeDispatch
 from freetokend.policy.kv_sizing import KvDemand, KvPlan, KvShape, size_kv
 from freetokend.policy.memory import DEFAULT_HEADROOM_BYTES, StepShape, step_workspace_bytes
 from freetokend.scheduler.limits import SchedulerLimits
@@ -35,6 +48,11 @@ PAGE_TOKENS: Final = 32
 KV_ELEMENT_BYTES: Final = 2
 # Room for prompts beside a full batch of decoding requests; below it a prompt would crawl.
 LEAST_PREFILL_TOKENS: Final = 16
+# A sweep costs the same transfer however many tokens it has; beyond this, computing them takes
+# longer than that.
+MOST_SWEEP_TOKENS: Final = 4096
+# What a sweep computes with takes at most one such part of the memory.
+SWEEP_MEMORY_PARTS: Final = 32
 
 
 def read_model_facts(directory: FtwDirectory) -> ModelFacts:
@@ -53,52 +71,186 @@ def build_engine(
     cpus: tuple[int, ...],
     memory: HostMemory,
 ) -> BuiltEngine:
-    """The EngineBuilder of the cpu backend."""
+    """The EngineBuilder of the CPU and of the host device."""
     torch.set_num_threads(1)  # the executor's threads do the work; torch's would fight them
-    facts = read_model_facts(directory)
-    step_tokens, notes = _step_tokens(settings)
-    executor = Executor(cpus)
-    dense_formats = _dense_formats(directory.index)
-    numerics, numerics_notes = _numerics(settings, directory.index, dense_formats, executor)
-    step_program = build_program(directory.model_config())
-    workspace_bytes = step_workspace_bytes(
-        step_shape(step_program, facts, settings, step_tokens, executor.threads_count)
-    )
-    kv_plan, shape = _plan_kv(facts, settings, workspace_bytes, memory)
-    experts = bank_experts(directory.index.expert_bank, region_address, numerics=numerics)
-    program = NativeProgram(
-        step_program,
-        PoolWeights(region_address, directory.index),
-        executor,
-        experts,
-        numerics=numerics,
-    )
-    arena = KvArena(shape, kv_plan.pages_count)
-    engine = Engine(program, NativeKvStore(executor, arena), executor)
-    allocator = PageAllocator(kv_plan.pages_count)
-    limits = SchedulerLimits(
-        max_running_count=settings.max_running_count,
-        max_waiting_count=settings.max_waiting_count,
-        step_tokens=step_tokens,
-        servable_context_tokens=kv_plan.servable_context_tokens,
-        vocab_size=facts.vocab_size,
-        page_tokens=PAGE_TOKENS,
-        eos_token_ids=frozenset(facts.eos_token_ids),
-    )
-    return BuiltEngine(
-        engine=engine,
-        scheduler=Scheduler(limits, allocator, fresh_seed=lambda: secrets.randbits(64)),
-        allocator=allocator,
-        facts=facts,
-        kv_plan=kv_plan,
-        kernel=executor.isa,
-        numerics=numerics,
-        dense_formats=dense_formats,
-        threads_count=executor.threads_count,
-        expert_executions=lambda: experts.executions_count,
-        finished_ops=lambda: program.finished_ops_count,
-        notes=(*notes, *numerics_notes, *_kv_notes(kv_plan, facts)),
-    )
+    return _Builder(directory, region_address, settings, Executor(cpus), memory).build()
+
+
+class _Builder:
+    """What the parts of one engine are made from."""
+
+    def __init__(
+        self,
+        directory: FtwDirectory,
+        region_address: int,
+        settings: EngineSettings,
+        executor: Executor,
+        memory: HostMemory,
+    ) -> None:
+        self._index = directory.index
+        self._region_address = region_address
+        self._settings = settings
+        self._executor = executor
+        self._memory = memory
+        self._facts = read_model_facts(directory)
+        self._step_program = build_program(directory.model_config())
+        self._step_tokens, self._notes = _step_tokens(settings)
+        self._dense_formats = _dense_formats(directory.index)
+        self._numerics, notes = _numerics(settings, directory.index, self._dense_formats, executor)
+        self._notes += notes
+        self._kv_shape = KvShape(
+            layers_count=self._facts.layers_count,
+            kv_heads_count=self._facts.kv_heads_count,
+            head_size=self._facts.head_size,
+            element_bytes=KV_ELEMENT_BYTES,
+            page_tokens=PAGE_TOKENS,
+        )
+
+    def build(self) -> BuiltEngine:
+        backend = None
+        if uses_host_device(self._settings):
+            built = self._with_cache()
+            if isinstance(built, BuiltEngine):
+                return built
+            backend = built
+        return self._in_place(backend)
+
+    def _in_place(self, backend: BackendChoice | None) -> BuiltEngine:
+        """Every expert executed in the pool."""
+        bank = self._index.expert_bank
+        experts = bank_experts(bank, self._region_address, numerics=self._numerics)
+        kv_plan = _plan_kv(
+            self._kv_shape,
+            self._facts,
+            self._settings,
+            self._workspace_bytes(self._step_tokens),
+            self._memory,
+        )
+        program = self._program(experts)
+        kv = self._kv(kv_plan)
+        return self._built(
+            Engine(program, kv, self._executor),
+            kv_plan,
+            executions=lambda: experts.executions_count,
+            finished_ops=lambda: program.finished_ops_count,
+            backend=backend,
+        )
+
+    def _with_cache(self) -> BuiltEngine | BackendChoice:
+        """Experts in slots of the host device; the choice where it is to do without."""
+        bank = self._index.expert_bank
+        if not bank.experts_count:
+            return BackendChoice(
+                backend="cpu", reason="the model has no routed experts that a cache could hold"
+            )
+        sweep_tokens = self._sweep_tokens()
+        inputs = CacheInputs(
+            mapped=MappedBank(bank=bank, region_address=self._region_address),
+            facts=self._facts,
+            settings=self._settings,
+            executor=self._executor,
+            numerics=self._numerics,
+            sweep_tokens=sweep_tokens,
+        )
+        workspace_bytes = sum(map(self._workspace_bytes, (self._step_tokens, sweep_tokens)))
+        plan = plan_host_device(inputs, self._kv_shape, workspace_bytes, self._memory)
+        made = build_cache(inputs, plan)
+        if isinstance(made, BackendChoice):
+            return made
+        cache = made.cache
+        kv_plan = kv_plan_of(plan, self._kv_shape)
+        program, sweep_program = self._program(cache.decode), self._program(cache.sweep)
+        engine = SweepingEngine(
+            program,
+            sweep_program,
+            self._kv(kv_plan),
+            self._executor,
+            cache,
+            sweep_from_tokens=made.sweep_from_tokens,
+        )
+        return self._built(
+            engine,
+            kv_plan,
+            executions=lambda: cache.executions_count,
+            finished_ops=lambda: program.finished_ops_count + sweep_program.finished_ops_count,
+            backend=made.backend,
+            sweep_tokens=sweep_tokens,
+            cache=made,
+        )
+
+    def _program(self, experts: NativeDispatch) -> NativeProgram:
+        return NativeProgram(
+            self._step_program,
+            PoolWeights(self._region_address, self._index),
+            self._executor,
+            experts,
+            numerics=self._numerics,
+        )
+
+    def _kv(self, plan: KvPlan) -> NativeKvStore:
+        return NativeKvStore(self._executor, KvArena(self._kv_shape, plan.pages_count))
+
+    def _workspace_bytes(self, tokens_count: int) -> int:
+        shape = step_shape(
+            self._step_program,
+            self._facts,
+            self._settings,
+            tokens_count,
+            self._executor.threads_count,
+        )
+        return step_workspace_bytes(shape)
+
+    def _sweep_tokens(self) -> int:
+        """As asked, or as many as a small share of the memory has room for."""
+        if self._settings.sweep_tokens:
+            return self._settings.sweep_tokens
+        tokens = MOST_SWEEP_TOKENS
+        most_bytes = self._memory.mem_available_bytes // SWEEP_MEMORY_PARTS
+        while tokens > self._step_tokens and self._workspace_bytes(tokens) > most_bytes:
+            tokens //= 2
+        return max(tokens, self._step_tokens)
+
+    def _built(
+        self,
+        engine: StepEngine,
+        kv_plan: KvPlan,
+        *,
+        executions: Callable[[], int],
+        finished_ops: Callable[[], int],
+        backend: BackendChoice | None,
+        sweep_tokens: int = 0,
+        cache: CachedExperts | None = None,
+    ) -> BuiltEngine:
+        facts, settings = self._facts, self._settings
+        allocator = PageAllocator(kv_plan.pages_count)
+        limits = SchedulerLimits(
+            max_running_count=settings.max_running_count,
+            max_waiting_count=settings.max_waiting_count,
+            step_tokens=self._step_tokens,
+            servable_context_tokens=kv_plan.servable_context_tokens,
+            vocab_size=facts.vocab_size,
+            page_tokens=PAGE_TOKENS,
+            eos_token_ids=frozenset(facts.eos_token_ids),
+            sweep_from_tokens=0 if cache is None else cache.sweep_from_tokens,
+            sweep_tokens=sweep_tokens,
+        )
+        return BuiltEngine(
+            engine=engine,
+            scheduler=Scheduler(limits, allocator, fresh_seed=lambda: secrets.randbits(64)),
+            allocator=allocator,
+            facts=facts,
+            kv_plan=kv_plan,
+            kernel=self._executor.isa,
+            numerics=self._numerics,
+            dense_formats=self._dense_formats,
+            threads_count=self._executor.threads_count,
+            expert_executions=executions,
+            finished_ops=finished_ops,
+            notes=(*self._notes, *_kv_notes(kv_plan, facts)),
+            backend=backend,
+            cache=None if cache is None else cache.cache,
+            cache_description=None if cache is None else cache.description,
+        )
 
 
 def _step_tokens(settings: EngineSettings) -> tuple[int, tuple[str, ...]]:
@@ -132,6 +284,13 @@ def _numerics(
         )
     if settings.numerics == "exact":
         return "exact", ()
+    if uses_host_device(settings):
+        raise ConfigError(
+            'engine.numerics = "fast" rounds activations as no device with slots does, so that '
+            'results would depend on what is resident. It is for the backend "cpu": set '
+            'engine.numerics to "exact", or engine.device to "none".',
+            param="engine.numerics",
+        )
     bank = index.expert_bank
     formats = {*dense_formats, *([bank.format] if bank.experts_count else [])}
     exact = sorted(name for name in formats if not executor.has_fast(name))
@@ -179,19 +338,16 @@ def _kv_notes(plan: KvPlan, facts: ModelFacts) -> tuple[str, ...]:
 
 
 def _plan_kv(
-    facts: ModelFacts, settings: EngineSettings, workspace_bytes: int, memory: HostMemory
-) -> tuple[KvPlan, KvShape]:
-    shape = KvShape(
-        layers_count=facts.layers_count,
-        kv_heads_count=facts.kv_heads_count,
-        head_size=facts.head_size,
-        element_bytes=KV_ELEMENT_BYTES,
-        page_tokens=PAGE_TOKENS,
-    )
+    shape: KvShape,
+    facts: ModelFacts,
+    settings: EngineSettings,
+    workspace_bytes: int,
+    memory: HostMemory,
+) -> KvPlan:
     limit_bytes = memory.mem_available_bytes
     if memory.cgroup_available_bytes is not None:
         limit_bytes = min(limit_bytes, memory.cgroup_available_bytes)
-    plan = size_kv(
+    return size_kv(
         shape,
         KvDemand(
             model_context_tokens=facts.max_context_tokens,
@@ -201,4 +357,3 @@ def _plan_kv(
             max_context_tokens=settings.max_context_tokens or None,
         ),
     )
-    return plan, shape

@@ -9,6 +9,7 @@ from typing import Protocol
 from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts
 from freetokend.engine.work import StepEngine
+from freetokend.enginehost.backend import BackendChoice
 from freetokend.enginehost.cache_control import CacheControl
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.kvcache.allocator import PageAllocator
@@ -24,6 +25,7 @@ class BuiltEngine:
 
     `numerics` is what is computed, whatever was asked; `dense_formats`: the weight formats of all
     matrices but the experts', the one with most bytes first.
+    `backend`: the choice that took measurements, None where none were needed.
     `finished_ops` counts what the engine has computed and grows during a step; from any thread.
     `cache`, `cache_description`: of the expert cache; None without one.
     """
@@ -40,6 +42,7 @@ class BuiltEngine:
     expert_executions: Callable[[], int]
     finished_ops: Callable[[], int]
     notes: tuple[str, ...]
+    backend: BackendChoice | None = None
     cache: CacheControl | None = None
     cache_description: CacheDescription | None = None
 

@@ -20,13 +20,21 @@ from freetokend.core.errors import (
     CancelledRequestError,
     ConfigError,
     FreetokenError,
+    InternalError,
     Reason,
     reaction,
 )
 from freetokend.core.host_facts import HostFiles, cpu_name, numa_nodes, read_host_memory
 from freetokend.core.logs import EventLogger, logger, set_up_logging
 from freetokend.enginehost.attach import AttachedPool, attach_pool
-from freetokend.enginehost.backend import BackendChoice, choose_backend, find_gpus
+from freetokend.enginehost.backend import (
+    BackendChoice,
+    Device,
+    choose_backend,
+    choose_device,
+    find_gpus,
+    uses_host_device,
+)
 from freetokend.enginehost.built import BuiltEngine, EngineBuilder
 from freetokend.enginehost.cache_control import CacheCommands
 from freetokend.enginehost.host_facts import CpuChoice, read_cpu_choice
@@ -182,7 +190,11 @@ class _Host:
         """Load, build, warm up, tell control, serve; the exit code."""
         settings, client = self._settings, self._client
         client.set_busy(True)
-        backend = choose_backend(settings.backend, find_gpus())
+        gpus = find_gpus()
+        choose_device(settings, gpus)
+        backend = None
+        if not uses_host_device(settings):
+            backend = choose_backend(settings.backend, gpus)
         self._tell(LoadStage.ATTACH)
         directory = FtwDirectory(model_dir)
         cpus = read_cpu_choice(self._files, settings.threads_count)
@@ -203,6 +215,9 @@ class _Host:
             cpus.cpus,
             read_host_memory(self._files),
         )
+        backend = built.backend or backend
+        if backend is None:
+            raise InternalError("an engine was built without saying what computes")
         client.watch(built.finished_ops)
         self._log.info("kv-sized", split=built.kv_plan.split)
         self._tell(LoadStage.WARM_UP)
@@ -269,7 +284,7 @@ class _Host:
         bank = directory.index.expert_bank
         return EngineDescription(
             model=self._settings.model,
-            device="cpu",
+            device="cpu" if built.cache is None else Device.HOST.value,
             device_name=cpu_name(self._files),
             backend=backend.backend,
             backend_reason=backend.reason,

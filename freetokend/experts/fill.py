@@ -81,6 +81,10 @@ class FillLink:
         """
         self._link.wait(ticket)
 
+    def is_done(self, ticket: int) -> bool:
+        """Whether `wait` would return at once."""
+        return self._link.is_done(ticket)
+
     def drain(self) -> None:
         """Return when everything that was submitted is in its slots."""
         self._link.drain()

@@ -119,6 +119,10 @@ class NativeProgram:
             for index, op in enumerate(self._program.ops):
                 self.execute(step, kv, first=index, last=index + 1)
                 self._observer(op, lambda number: self.rows(number, step))
+        return self.logits(step)
+
+    def logits(self, step: StepInput) -> torch.Tensor:
+        """After `execute` of the last op: fp32 [S', vocab], the caller's own."""
         return self.rows(self._program.logits, step).clone()
 
     def execute(self, step: StepInput, kv: KvView, *, first: int = 0, last: int = -1) -> None:

@@ -1,0 +1,278 @@
+"""The expert cache of the host device, from the settings: budget, rates, backend, branches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from freetokend.core.errors import Reason, ResourceError
+from freetokend.core.host_facts import HostMemory
+from freetokend.core.model_config import ModelFacts
+from freetokend.device.host_arena import HostArena
+from freetokend.enginehost.backend import BackendChoice
+from freetokend.experts.bank import MappedBank
+from freetokend.experts.cache import CacheSpec, ExpertCache
+from freetokend.experts.host_rates import BURST_COUNT, HostRates, measure_host_rates
+from freetokend.ftw.layout import ExpertBank
+from freetokend.link.messages import CacheDescription, EngineSettings, LayerRun
+from freetokend.native.executor import Executor, Numerics
+from freetokend.policy.backend_choice import (
+    Backend,
+    BackendDecision,
+    BackendFacts,
+    LayerBranch,
+    LayerChoice,
+    decide_backend,
+    resolve_layers,
+)
+from freetokend.policy.fill_table import fill_table
+from freetokend.policy.kv_sizing import KvPlan, KvShape, pages_for
+from freetokend.policy.layer_overrides import parse_layers
+from freetokend.policy.memory import DEFAULT_HEADROOM_BYTES, gib
+from freetokend.policy.prefill_crossover import PrefillFacts, prefill_crossover
+from freetokend.policy.step_cost import StepCosts, estimated_miss_ratio
+from freetokend.policy.vram_budget import (
+    DEFAULT_GRANULARITY_BYTES,
+    Preset,
+    VramFacts,
+    VramPlan,
+    VramWishes,
+    plan_vram,
+)
+
+# Of the experts, what a device of the size that is chosen here has room for: the share that the
+# published measurements of this kind of cache were made with.
+AUTO_RESIDENT_RATIO: Final = 0.37
+_AUTO_CONTEXT_TOKENS: Final = 16 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedExperts:
+    """A cache with its slots, and what is to be told of it. sweep_from_tokens 0: never sweep."""
+
+    cache: ExpertCache
+    backend: BackendChoice
+    description: CacheDescription
+    sweep_from_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInputs:
+    """What a cache is built from. `numerics`: what is computed, not what was asked; sweep_tokens:
+    the most of one sweep."""
+
+    mapped: MappedBank
+    facts: ModelFacts
+    settings: EngineSettings
+    executor: Executor
+    numerics: Numerics
+    sweep_tokens: int
+
+    @property
+    def bank(self) -> ExpertBank:
+        return self.mapped.bank
+
+    @property
+    def rate_bytes_per_s(self) -> float | None:
+        return float(self.settings.link_bytes_per_s) or None
+
+
+def plan_host_device(
+    inputs: CacheInputs, shape: KvShape, workspace_bytes: int, memory: HostMemory
+) -> VramPlan:
+    """Slots and KV pages in the memory that stands for a GPU's. What a GPU would hold besides,
+    dense weights and workspace, stays in ordinary memory and is not charged to it.
+
+    ResourceError where the machine has no such memory, ConfigError and ResourceError as of
+    `plan_vram`.
+    """
+    settings, bank, facts = inputs.settings, inputs.bank, inputs.facts
+    available_bytes = memory.mem_available_bytes
+    if memory.cgroup_available_bytes is not None:
+        available_bytes = min(available_bytes, memory.cgroup_available_bytes)
+    room_bytes = available_bytes - workspace_bytes - DEFAULT_HEADROOM_BYTES
+    device_bytes = settings.device_bytes or min(_auto_device_bytes(inputs, shape), room_bytes)
+    if not 0 < device_bytes <= room_bytes:
+        raise ResourceError(
+            f'The device "host" would take {gib(device_bytes)}, and this machine has '
+            f"{gib(available_bytes)} available, less {gib(workspace_bytes)} for a step and "
+            f"{gib(DEFAULT_HEADROOM_BYTES)} for others. Lower engine.device_bytes, close other "
+            'programs, or set engine.device to "none".',
+            reason=Reason.HOST_MEMORY,
+        )
+    return plan_vram(
+        VramFacts(
+            free_bytes=device_bytes,
+            own_bytes=0,
+            dense_bytes=0,
+            workspace_bytes=0,
+            state_bytes=0,
+            graph_bytes=0,
+            record_bytes=bank.record_bytes,
+            experts_count=bank.experts_count,
+            experts_per_layer_count=bank.experts_per_layer_count,
+            top_k=facts.experts_per_token_count,
+            kv_page_bytes=shape.page_bytes,
+            kv_page_tokens=shape.page_tokens,
+            model_context_tokens=facts.max_context_tokens,
+            max_running_count=settings.max_running_count,
+            cushion_bytes=0,
+        ),
+        VramWishes(
+            preset=Preset(settings.preset),
+            slots_count=settings.slots_count or None,
+            kv_bytes=settings.kv_bytes or None,
+            max_context_tokens=settings.max_context_tokens or None,
+        ),
+    )
+
+
+def kv_plan_of(plan: VramPlan, shape: KvShape) -> KvPlan:
+    """The KV part of the division."""
+    return KvPlan(
+        pages_count=plan.kv_pages_count,
+        page_tokens=shape.page_tokens,
+        kv_bytes=plan.kv_pages_count * shape.page_bytes,
+        servable_context_tokens=plan.servable_context_tokens,
+        limited_by=plan.limited_by,
+        split=plan.split,
+        note=plan.note,
+    )
+
+
+def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendChoice:
+    """The cache, or why "auto" does without one. ConfigError and ResourceError name the key."""
+    bank, settings = inputs.bank, inputs.settings
+    overrides = parse_layers(settings.layers, bank.moe_layers_count)
+    measured = measure_host_rates(
+        inputs.mapped,
+        inputs.executor,
+        HostArena(BURST_COUNT * bank.record_bytes),
+        numerics=inputs.numerics,
+        rate_bytes_per_s=inputs.rate_bytes_per_s,
+    )
+    costs = _costs(inputs, measured)
+    decision = _decision(inputs, plan, costs)
+    backend = BackendChoice(
+        backend=decision.backend.value, reason=decision.reason, notes=decision.notes
+    )
+    if decision.backend is Backend.CPU:
+        return backend
+    choices = resolve_layers(
+        decision.backend,
+        fillable=[True] * bank.moe_layers_count,
+        cpu_kernel=True,
+        overrides=overrides,
+    )
+    cache = ExpertCache(
+        inputs.mapped,
+        HostArena(bank.experts_count * bank.record_bytes),
+        CacheSpec(
+            slots_capacity=bank.experts_count,
+            fill_misses=decision.backend in (Backend.FUSED, Backend.OFFLOAD),
+            rate_bytes_per_s=inputs.rate_bytes_per_s,
+            numerics=inputs.numerics,
+        ),
+    )
+    try:
+        cache.set_fill_counts(fill_table(measured.rates, bank.experts_per_layer_count))
+        cache.set_branches([choice.branch for choice in choices])
+        cache.resize(plan.slots_count)
+        if decision.backend is Backend.FUSED:
+            cache.preload()
+    except BaseException:
+        cache.close()
+        raise
+    return CachedExperts(
+        cache=cache,
+        backend=backend,
+        description=CacheDescription(
+            slots_count=cache.slots_count,
+            slots_capacity=cache.slots_capacity,
+            layer_runs=_runs(choices),
+            fill_rate_source=measured.source,
+        ),
+        sweep_from_tokens=_sweep_from(inputs, plan, costs, measured, overrides),
+    )
+
+
+def _auto_device_bytes(inputs: CacheInputs, shape: KvShape) -> int:
+    bank, settings = inputs.bank, inputs.settings
+    slots = settings.slots_count or max(
+        int(AUTO_RESIDENT_RATIO * bank.experts_count), inputs.facts.experts_per_token_count
+    )
+    tokens = settings.max_context_tokens or min(
+        inputs.facts.max_context_tokens, _AUTO_CONTEXT_TOKENS
+    )
+    kv_bytes = settings.kv_bytes or pages_for(tokens, shape.page_tokens) * shape.page_bytes
+    # Each of both may take a part of a granule more.
+    return slots * bank.record_bytes + kv_bytes + 2 * DEFAULT_GRANULARITY_BYTES
+
+
+def _costs(inputs: CacheInputs, measured: HostRates) -> StepCosts:
+    """Dense layers are computed by the CPU whatever holds the experts, so they say nothing here."""
+    bank = inputs.bank
+    return StepCosts(
+        moe_layers_count=bank.moe_layers_count,
+        experts_per_layer_count=bank.experts_per_layer_count,
+        top_k=inputs.facts.experts_per_token_count,
+        rates=measured.rates,
+        slot_bytes_per_s=measured.rates.cpu_alone_bytes_per_s,
+        device_dense_s=0.0,
+        cpu_dense_s=0.0,
+    )
+
+
+def _decision(inputs: CacheInputs, plan: VramPlan, costs: StepCosts) -> BackendDecision:
+    bank = inputs.bank
+    return decide_backend(
+        inputs.settings.backend,
+        BackendFacts(
+            device_problem="",
+            moe_layers_count=bank.moe_layers_count,
+            experts_count=bank.experts_count,
+            record_bytes=bank.record_bytes,
+            slots_count=plan.slots_count,
+            fillable_layers_count=bank.moe_layers_count,
+            cpu_kernel=True,
+            weight_format=bank.format,
+            costs=costs,
+        ),
+    )
+
+
+def _sweep_from(
+    inputs: CacheInputs,
+    plan: VramPlan,
+    costs: StepCosts,
+    measured: HostRates,
+    overrides: Mapping[int, LayerBranch],
+) -> int:
+    """From how many prompt tokens on a sweep is faster; 0 when it never is."""
+    bank, most_tokens = inputs.bank, inputs.sweep_tokens
+    resident_ratio = plan.slots_count / bank.experts_count
+    unfillable_count = sum(branch is LayerBranch.CPU for branch in overrides.values())
+    token_s = bank.moe_layers_count * measured.chunk_token_s
+    crossover = prefill_crossover(
+        PrefillFacts(
+            costs=costs,
+            resident_ratio=resident_ratio,
+            miss_ratio=estimated_miss_ratio(resident_ratio),
+            cpu_kernel=True,
+            fillable_layers_count=bank.moe_layers_count - unfillable_count,
+            stream_token_s=token_s,
+            decode_token_s=token_s,
+        ),
+        most_tokens=most_tokens,
+    )
+    return crossover if crossover <= most_tokens else 0
+
+
+def _runs(choices: tuple[LayerChoice, ...]) -> tuple[LayerRun, ...]:
+    """Neighbouring layers with the same branch for the same reason."""
+    return tuple(
+        LayerRun(layers_count=len(list(run)), branch=choice.branch, reason=choice.reason)
+        for choice, run in groupby(choices)
+    )
