@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from freetokend.engine.work import StepWork
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.link.messages import FinishReason, GenerateRequest, Sampling, SequenceUpdate
 from freetokend.scheduler.limits import SchedulerLimits, StepFault
@@ -45,6 +46,8 @@ class Bench:
         servable_context_tokens: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         engine: PagedEchoEngine | None = None,
+        sweep_from_tokens: int = 0,
+        sweep_tokens: int = 0,
     ) -> None:
         self.allocator = PageAllocator(pages_count)
         self.engine = engine or PagedEchoEngine(page_tokens)
@@ -57,6 +60,8 @@ class Bench:
                 vocab_size=VOCAB_SIZE,
                 page_tokens=page_tokens,
                 eos_token_ids=eos_token_ids,
+                sweep_from_tokens=sweep_from_tokens,
+                sweep_tokens=sweep_tokens,
             ),
             self.allocator,
             fresh_seed=lambda: 11,
@@ -83,6 +88,7 @@ class Bench:
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
         work = self.scheduler.plan()
+        self.planned(work)
         if work is None:
             return False
         try:
@@ -95,6 +101,9 @@ class Bench:
             self.scheduler.commit(outcome)
         self.collect()
         return True
+
+    def planned(self, work: StepWork | None) -> None:
+        """Called with each plan, before it is computed."""
 
     def run(self, most_steps: int = 10_000) -> int:
         """Step until idle; returns the number of steps."""
