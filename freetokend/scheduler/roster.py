@@ -16,6 +16,10 @@ from freetokend.scheduler.sequence import Place, Sequence
 # So many of a sequence's next tokens are to be computed.
 Share = tuple[Sequence, int]
 
+# A sweep keeps its pages for about as many steps as the model has layers, and an older sequence
+# that decodes meanwhile would have to wait for its end: so many pages more are left for each.
+SPARE_PAGES: Final = 2
+
 _AGE: Final = attrgetter("key")
 
 
@@ -74,6 +78,8 @@ class Roster:
     def unpromised_pages(self) -> int:
         """Free pages less those that running prompts will still take: prevents thrashing."""
         promised = sum(max(self.admission_pages(one) - len(one.pages), 0) for one in self.running)
+        if self._limits.sweep_tokens > 0:
+            promised += SPARE_PAGES * sum(1 for one in self.running if one.is_decoding)
         return self._allocator.free_count - promised
 
     def with_pages(self, shares: Iterable[Share]) -> list[Share]:

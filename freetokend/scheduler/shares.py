@@ -80,9 +80,7 @@ def sweep_shares(roster: Roster, sweep_tokens: int, from_tokens: int) -> list[Sh
     """
     decoding = _decoding(roster)
     prefills = [one for one in roster.running if not one.is_decoding]
-    # A page more for each that decodes: it goes on decoding while the sweep keeps its pages.
-    free_count = roster.unpromised_pages() - len(decoding)
-    places_count = roster.free_places_count
+    free_count, places_count = roster.unpromised_pages(), roster.free_places_count
     new: list[Sequence] = []
     for sequence in roster.waiting:
         needed = roster.admission_pages(sequence)
@@ -112,7 +110,7 @@ def decoding_shares(roster: Roster) -> list[Share]:
 
 
 def _decoding(roster: Roster) -> list[Share]:
-    return [(one, 1) for one in roster.running if one.is_decoding and not one.in_sweep]
+    return [(one, 1) for one in roster.running if one.is_decoding]
 
 
 def _by_age(shares: list[Share]) -> list[Share]:

@@ -128,6 +128,9 @@ class SweepBench(Bench):
         worth_it = 0 < least <= most - left and not suspects
         if roster.preemptions_count == preemptions_count:
             assert (work is not None) == worth_it
+        for one in roster.running:
+            held = len(one.pages) * self.scheduler._limits.page_tokens
+            assert not (worth_it and one.is_decoding) or held > one.computed_count
         if work is not None:
             assert worth_it
             shares = [(one.key, len(one.token_ids)) for one in work.sequences]
@@ -142,7 +145,7 @@ class SweepBench(Bench):
         roster = self.roster
         most_running = self.scheduler._limits.max_running_count
         fitting: list[Sequence] = []
-        free = roster.unpromised_pages() - sum(one.is_decoding for one in roster.running)
+        free = roster.unpromised_pages()
         for one in roster.waiting:
             free -= roster.admission_pages(one)
             if len(roster.running) + len(fitting) == most_running:

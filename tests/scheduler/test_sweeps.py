@@ -86,6 +86,39 @@ def test_a_prompt_longer_than_a_sweep_takes_several_and_its_rest_takes_steps() -
     assert made.tokens["next"] == solo_tokens((3,) * 25, 3)
 
 
+def test_a_prompt_that_does_not_fit_beside_the_others_waits_for_a_later_sweep() -> None:
+    made = bench(pages_count=12)
+    made.submit(request("first", [1] * 30, 2))
+    made.submit(request("second", [2] * 30, 2))
+    made.run()
+    assert swept(made) == [[30], [30]]
+    assert made.scheduler.counts().preemptions_count == 0
+
+
+def test_a_new_prompt_leaves_pages_for_those_that_decode() -> None:
+    made = bench(pages_count=12)
+    made.submit(request("talker", [1], 6))
+    made.step()
+    made.submit(request("reader", [2] * 38, 2))  # 10 pages, of 11 that are free
+    made.step()
+    assert made.scheduler.counts().running_count == 1
+    made.run()
+    assert list(made.ends) == ["talker", "reader"]
+    assert swept(made) == [[38]]
+
+
+def test_a_sweep_is_filled_by_age_whoever_started_first() -> None:
+    made = bench(layers_count=2, sweep_tokens=30, step_tokens=5)
+    made.submit(request("first", [1] * 25, 1))
+    made.step()
+    made.submit(request("long", [2] * 28, 2))
+    made.submit(request("short", [3] * 18, 2))
+    made.run()
+    assert swept(made) == [[25], [28, 2]]
+    for name, prompt in (("long", (2,) * 28), ("short", (3,) * 18)):
+        assert made.tokens[name] == solo_tokens(prompt, 2)
+
+
 def test_who_decodes_gets_a_token_before_each_layer() -> None:
     made = bench(layers_count=6)
     made.submit(request("talker", [1, 2], 40))
@@ -194,15 +227,19 @@ def test_an_abandoned_sweep_is_computed_again() -> None:
 
 
 def test_pages_of_a_sweep_are_not_taken_and_an_older_one_waits_for_its_end() -> None:
-    made = bench(layers_count=12, pages_count=12, sweep_from_tokens=10)
+    made = bench(layers_count=25, pages_count=12, sweep_from_tokens=10)
     made.submit(request("old", [1] * 3, 30))
     made.step()
     made.submit(request("young", [2] * 30, 2))
-    for _ in range(12):
+    for _ in range(24):
         made.step()
-    # 12 pages: 8 in the sweep, and the old one fills its 4 before the sweep ends
-    assert len(made.tokens["old"]) == 13
+    # 12 pages: 8 in the sweep, and 4 for 16 tokens of the old one, which knows one more
+    assert made.scheduler.is_sweeping
+    assert len(made.tokens["old"]) == 14
     assert made.scheduler.counts().preemptions_count == 0
+    made.step()
+    made.step()
+    assert len(made.tokens["old"]) == 15, "then it makes room for itself"
     made.run()
     assert made.tokens["old"] == solo_tokens((1,) * 3, 30)
     assert made.tokens["young"] == solo_tokens((2,) * 30, 2)
