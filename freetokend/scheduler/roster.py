@@ -39,11 +39,6 @@ class Roster:
     def free_places_count(self) -> int:
         return self._limits.max_running_count - len(self.running)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nobody holds pages."""
-        return not self.running and not self._departed
-
     def add(self, sequence: Sequence) -> None:
         """A new sequence, which is the youngest."""
         self.by_id[sequence.request_id] = sequence

@@ -30,7 +30,7 @@ def step_shares(roster: Roster, step_tokens: int) -> list[Share]:
     while roster.waiting and budget > 0:
         sequence = roster.waiting[0]
         needed = roster.admission_pages(sequence)
-        if roster.free_places_count == 0 or (needed > free_count and not roster.is_empty):
+        if roster.free_places_count == 0 or (needed > free_count and roster.running):
             break
         free_count -= needed
         roster.admit(sequence)
@@ -84,7 +84,7 @@ def sweep_shares(roster: Roster, sweep_tokens: int, from_tokens: int) -> list[Sh
     new: list[Sequence] = []
     for sequence in roster.waiting:
         needed = roster.admission_pages(sequence)
-        if places_count == 0 or (needed > free_count and (new or not roster.is_empty)):
+        if places_count == 0 or (needed > free_count and (new or roster.running)):
             break
         free_count -= needed
         places_count -= 1

@@ -77,6 +77,7 @@ class Rig:
         engine: PagedEchoEngine | None = None,
         *messages: Incoming,
         cache: FakeCache | None = None,
+        sweep_tokens: int = 0,
     ) -> None:
         self.source: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         for message in messages:
@@ -92,6 +93,7 @@ class Rig:
             servable_context_tokens=256,
             vocab_size=VOCAB_SIZE,
             page_tokens=4,
+            sweep_tokens=sweep_tokens,
         )
         self.loop = StepLoop(
             inbox=self.inbox,

@@ -216,6 +216,20 @@ def test_a_sweep_for_nobody_is_abandoned() -> None:
     assert made.allocator.used_count == 0
 
 
+def test_before_a_sweep_for_nobody_is_abandoned_its_pages_are_waited_for() -> None:
+    made = bench(layers_count=30, pages_count=12, sweep_from_tokens=10)
+    made.submit(request("old", [1] * 3, 30))
+    made.step()
+    made.submit(request("young", [2] * 30, 2))
+    made.step()
+    made.cancel("young")
+    while made.decode_step():
+        pass
+    assert len(made.tokens["old"]) == 14
+    made.run()
+    assert made.tokens["old"] == solo_tokens((1,) * 3, 30)
+
+
 def test_an_abandoned_sweep_is_computed_again() -> None:
     made = bench()
     made.submit(request("a", [1] * 30, 5))
