@@ -84,6 +84,8 @@ class StepLoop:
                     self._report()
                     return 0
                 case _:
+                    if self._scheduler.has_work:
+                        self._link.set_busy(True)
                     self._lane.begin()
                     self._step()
                     if self._lane.is_busy:
@@ -150,7 +152,6 @@ class StepLoop:
             if self._scheduler.has_work and not self._lane.is_busy:
                 raise InternalError("the scheduler has work but plans no step")
         else:
-            self._link.set_busy(True)
             self._compute(work)
             self._step_s = time.monotonic() - started_s
             self._link.progress()
@@ -158,7 +159,6 @@ class StepLoop:
         self._report()
 
     def _sweep_layer(self) -> None:
-        self._link.set_busy(True)
         ended = self._lane.advance()
         self._link.progress()
         if ended:

@@ -38,6 +38,8 @@ class ControlledEngine(SweepEchoEngine):
         self.rig: Rig | None = None
 
     def begin_sweep(self, work: StepWork) -> Sweep:
+        assert self.rig is not None
+        assert self.rig.link.busy[-1], "nor one that never begins"
         return ControlledSweep(self, super().begin_sweep(work))
 
     def layers_done_count(self) -> int:
@@ -51,6 +53,7 @@ class ControlledSweep:
 
     def advance(self) -> StepOutcome | None:
         assert self._engine.rig is not None
+        assert self._engine.rig.link.busy[-1], "a layer that never ends must be noticed"
         for message in self._engine.during.get(self._engine.layers_done_count() + 1, ()):
             self._engine.rig.source.put(message)
         return self._sweep.advance()
@@ -186,10 +189,27 @@ def test_sweeps_that_fail_in_a_row_are_the_engines_fault() -> None:
 
 def test_sweeps_too_large_for_the_memory_are_not_the_engines_fault() -> None:
     engine = ControlledEngine()
-    engine.largest_sweep_tokens = 10
-    rig = rig_of(engine, request("a", [1] * 90, 2), Shutdown(drain=True), sweep_tokens=1 << 20)
+    engine.sweep_from_tokens = 1
+    engine.largest_sweep_tokens = 0
+    rig = rig_of(engine, request("a", [1] * 250, 2), Shutdown(drain=True), sweep_tokens=1 << 20)
     assert rig.loop.run() == 0
-    assert rig.tokens()["a"] == solo_tokens((1,) * 90, 2)
+    assert rig.tokens()["a"] == solo_tokens((1,) * 250, 2)
+    assert len(engine.sweeps) >= MOST_FAILURES_IN_A_ROW
+
+
+def test_a_sweep_that_works_starts_the_count_of_failures_again() -> None:
+    engine = ControlledEngine(failing_sweeps=frozenset(range(1, 100, 2)))
+    rig = rig_of(engine)
+    left = iter(request(f"r{index}", [1] * 30, 1) for index in range(2 * MOST_FAILURES_IN_A_ROW))
+
+    def feed(report: StepReport) -> None:
+        if report.stats.running_count + report.stats.waiting_count == 0:
+            rig.source.put(next(left, Shutdown(drain=True)))
+
+    rig.link.on_report = feed
+    rig.source.put(next(left))
+    assert rig.loop.run() == 0
+    assert len(engine.sweeps) == len(rig.ends()) == 2 * MOST_FAILURES_IN_A_ROW
 
 
 def test_a_failed_step_beside_a_sweep_fails_one_request_only() -> None:
