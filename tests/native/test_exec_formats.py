@@ -45,7 +45,7 @@ LINEAR = {
     "int4": 7e-6,
     "int8": 5e-7,
     "q4_K": 5e-6,
-    "q6_K": 5e-7,
+    "q6_K": 5e-6,
 }
 # With fast numerics: what rounding the activations to int8 costs, in every format the same; and
 # against products of the rounded activations, fp32 sums alone.

@@ -20,13 +20,17 @@
 namespace freetoken::exec {
 namespace {
 
-// Singles, one token after the other: a row of columns (rounded up to 32), then for every 16
-// columns their sum and what the products of a NibbleCodec are too large by (in its units).
+// Singles, one token after the other: a row of columns (rounded up to 32), then two numbers for
+// every kSumColumns columns, in units of the codec's values: their sum, and what must be added
+// because products of the values are too large. Each stands before a zero, a pair of columns like
+// others.
 template <class Codec>
 struct SummedPanel {
+  static constexpr std::size_t kSumColumns = Codec::kSumColumns;
+
   static std::size_t stride(std::size_t columns) { return round_up(columns, 32); }
   static std::size_t row_floats(std::size_t columns) {
-    return round_up(stride(columns) + stride(columns) / 8, 16);
+    return round_up(stride(columns) + stride(columns) / kSumColumns * 4, 16);
   }
   static std::size_t bytes(std::size_t columns, int width) {
     return row_floats(columns) * static_cast<std::size_t>(width) * sizeof(float);
@@ -35,7 +39,9 @@ struct SummedPanel {
   static void pack(const Bf16* const* rows, int width, std::size_t columns, std::byte* panel) {
     auto* row = reinterpret_cast<float*>(panel);
     for (int token = 0; token < width; ++token, row += row_floats(columns)) {
-      for (std::size_t i = 0; i < columns; ++i) row[i] = bf16_to_float(rows[token][i]);
+      for (std::size_t i = 0; i < columns; ++i) {
+        row[i] = Codec::kInput * bf16_to_float(rows[token][i]);
+      }
       for (std::size_t i = columns; i < stride(columns); ++i) row[i] = 0.0F;
       finish(row, 0, stride(columns), columns);
     }
@@ -50,7 +56,7 @@ struct SummedPanel {
       for (int token = 0; token < width; ++token, values += kRowsPerBlock) {
         float* row = rows + static_cast<std::size_t>(token) * row_floats(columns) + column;
         for (std::size_t lane = 0; lane < kRowsPerBlock; ++lane) {
-          row[lane] = bf16_to_float(float_to_bf16(values[lane]));
+          row[lane] = Codec::kInput * bf16_to_float(float_to_bf16(values[lane]));
         }
       }
     }
@@ -62,46 +68,41 @@ struct SummedPanel {
     }
   }
 
-  struct Sums {
-    float all, excess;
-  };
-  // Of columns [first, first + count): whole groups of 16, in order.
-  static Sums sums_of(const float* row, std::size_t first, std::size_t count, std::size_t columns) {
-    const float* sums = row + stride(columns) + first / 8;
-    Sums total{sums[0], sums[1]};
-    for (std::size_t i = 1; i < ceil_div(count, 16); ++i) {
-      total.all += sums[2 * i];
-      total.excess += sums[2 * i + 1];
-    }
-    return total;
+  // Where those numbers of the columns from `first` on stand: pairs, four floats apart.
+  static const float* sums(const float* row, std::size_t first, std::size_t columns) {
+    return row + stride(columns) + first / kSumColumns * 4;
+  }
+  static const float* corrections(const float* row, std::size_t first, std::size_t columns) {
+    return sums(row, first, columns) + 2;
   }
 
  private:
   static void finish(float* row, std::size_t begin, std::size_t end, std::size_t columns) {
-    float* sums = row + stride(columns);
-    for (std::size_t first = begin; first < end; first += 16) {
+    for (std::size_t first = begin; first < end; first += kSumColumns) {
       float shifted = 0;
       float unshifted = 0;
-      for (std::size_t i = first; i < first + 16; i += 8) {
+      for (std::size_t i = first; i < first + kSumColumns; i += 8) {
         for (std::size_t j = i; j < i + 4; ++j) {
           shifted += row[j];
           unshifted += row[j + 4];
           if constexpr (Codec::kShifted) row[j] -= 0x1p-16F * row[j + 4];
         }
       }
-      sums[first / 8] = shifted + unshifted;
-      sums[first / 8 + 1] = static_cast<float>(Codec::kOffset) * (shifted + unshifted) +
-                            16.0F * 126.0F * 0x1p-16F * unshifted;
+      float* numbers = row + stride(columns) + first / kSumColumns * 4;
+      numbers[0] = (shifted + unshifted) / Codec::kUnit;
+      numbers[2] = -Codec::kOffset * numbers[0];
+      if constexpr (Codec::kShifted) numbers[2] -= Codec::kResidue * 0x1p-16F * unshifted;
+      numbers[1] = numbers[3] = 0.0F;
     }
   }
 };
 
-template <class Codec>
+// `Many` is the codec for many tokens, with the same values.
+template <class Codec, class Many = Codec>
 struct Avx2Products {
   static constexpr std::size_t kMaxWidth = 5;  // ten sums of eight rows fit into the registers
-  static constexpr std::size_t kFewTokens = 3;
   using Panel = SummedPanel<Codec>;
-  using Sums = typename Panel::Sums;
+  static constexpr float kTotalUnit = Codec::kUnit / Codec::kInput;
   static constexpr std::size_t kPairs = Codec::kStepColumns / 2;
   static constexpr std::size_t kLargestGroup = 128;
   static constexpr std::size_t kMostTokens = kTileTokens + kMaxWidth;  // of one call
@@ -148,57 +149,81 @@ struct Avx2Products {
                                            : Offset::kNone;
   }
 
-  template <WeightFormat Format, int Slot>
+  template <WeightFormat Format, class Arranged, int Slot>
   static inline __attribute__((always_inline)) void spread(const RowScales& rows, SlotScales& out) {
     constexpr Offset kUse = offset_of(Format);
-    out.scale[Slot] = Codec::template spread<Slot>(rows.scale[Slot / 2]);
+    out.scale[Slot] = Arranged::template spread<Slot>(rows.scale[Slot / 2]);
     if constexpr (kUse != Offset::kNone) {
-      out.offset[Slot] = Codec::template spread<Slot>(rows.offset[Slot / 2]);
-    }
-    if constexpr (Codec::kUnit != 1.0F) {
-      out.scale[Slot] = _mm256_mul_ps(out.scale[Slot], _mm256_set1_ps(1.0F / Codec::kUnit));
-    }
-    if constexpr (Codec::kUnit != 1.0F && kUse == Offset::kBeforeScale) {
-      out.offset[Slot] = _mm256_mul_ps(out.offset[Slot], _mm256_set1_ps(Codec::kUnit));
+      out.offset[Slot] = Arranged::template spread<Slot>(rows.offset[Slot / 2]);
     }
   }
 
-  template <WeightFormat Format>
+  template <WeightFormat Format, class Arranged>
   static inline __attribute__((always_inline)) void slot_scales(const GroupWalk& walk,
                                                                 SlotScales& out) {
     RowScales rows{};
     load_scales(Format, walk.header(), walk.within(), 0, rows);
     load_scales(Format, walk.header(), walk.within(), 1, rows);
-    spread<Format, 0>(rows, out);
-    spread<Format, 1>(rows, out);
-    spread<Format, 2>(rows, out);
-    spread<Format, 3>(rows, out);
+    spread<Format, Arranged, 0>(rows, out);
+    spread<Format, Arranged, 1>(rows, out);
+    spread<Format, Arranged, 2>(rows, out);
+    spread<Format, Arranged, 3>(rows, out);
+  }
+
+  // The sums of 16 rows.
+  template <class Arranged>
+  static void put_rows(float* out, const __m256 (&slots)[4]) {
+    const __m256 unit = _mm256_set1_ps(kTotalUnit);
+    Arranged::put(out, _mm256_mul_ps(Arranged::rows(slots[0], slots[1]), unit),
+                  _mm256_mul_ps(Arranged::rows(slots[2], slots[3]), unit));
+  }
+
+  // Numbers of a group of columns, from its first pair on, as a slot wants them.
+  template <class Arranged, int Slot>
+  static inline __attribute__((always_inline)) __m256 of_group(const float* pairs,
+                                                               std::size_t count) {
+    __m256 all = Arranged::template factor<Slot>(pairs);
+    for (std::size_t i = Codec::kSumColumns; i < count; i += Codec::kSumColumns) {
+      pairs += 4;
+      all = _mm256_add_ps(all, Arranged::template factor<Slot>(pairs));
+    }
+    return all;
+  }
+
+  // The columns [column, column + count) of one token.
+  struct Group {
+    const float* row;
+    std::size_t column, count, columns;
+  };
+
+  // What the group's sum of one slot begins with.
+  template <class Arranged, int Slot>
+  static inline __attribute__((always_inline)) __m256 initial(const Group& x) {
+    if constexpr (!Codec::kShifted) return _mm256_setzero_ps();
+    return of_group<Arranged, Slot>(Panel::corrections(x.row, x.column, x.columns), x.count);
   }
 
   // total <- total + scale * sum (- offset) for one slot.
-  template <Offset Use, int Slot>
+  template <Offset Use, class Arranged, int Slot>
   static inline __attribute__((always_inline)) __m256 finish(const SlotScales& scales, __m256 sum,
-                                                             const Sums& x, __m256 total) {
-    if constexpr (Codec::kShifted) {
-      sum = _mm256_fmsub_ps(sum, _mm256_set1_ps(16.0F),
-                            Codec::template once<Slot>(_mm256_set1_ps(x.excess)));
-    }
-    const __m256 all = Codec::template once<Slot>(_mm256_set1_ps(x.all));
+                                                             const Group& x, __m256 total) {
+    if constexpr (Use == Offset::kNone) return _mm256_fmadd_ps(scales.scale[Slot], sum, total);
+    const __m256 all = of_group<Arranged, Slot>(Panel::sums(x.row, x.column, x.columns), x.count);
     if constexpr (Use == Offset::kBeforeScale) {
       sum = _mm256_fnmadd_ps(scales.offset[Slot], all, sum);
+      return _mm256_fmadd_ps(scales.scale[Slot], sum, total);
     }
     total = _mm256_fmadd_ps(scales.scale[Slot], sum, total);
-    if constexpr (Use == Offset::kAfterScale) {
-      total = _mm256_fnmadd_ps(scales.offset[Slot], all, total);
-    }
-    return total;
+    return _mm256_fnmadd_ps(scales.offset[Slot], all, total);
   }
 
-  template <Offset Use>
-  static inline __attribute__((always_inline)) Sums sums(const float* row, std::size_t column,
-                                                         std::size_t count, std::size_t columns) {
-    if constexpr (!Codec::kShifted && Use == Offset::kNone) return {};
-    return Panel::sums_of(row, column, count, columns);
+  // Up to how many tokens codes go straight into the sums. With three the sums leave few registers
+  // to decode in, which costs more than it saves where a group is short. (Measured on Zen 3.)
+  static constexpr std::size_t few_tokens_of(const WeightFormat& format) {
+    const WeightKind kind = format.kind;
+    const bool pressed =
+        kind == WeightKind::kNvfp4 || kind == WeightKind::kQ6K || kind == WeightKind::kFp8Block;
+    return pressed ? 2 : 3;
   }
 
   // Codes are prefetched this far ahead: the hardware does not look beyond a page. (Measured on
@@ -206,7 +231,7 @@ struct Avx2Products {
   static constexpr std::size_t kAheadBytes = 2048;
 
   // All steps of a group; the last one of fp8_block may be half there.
-  template <std::size_t Unrolled, class Sink, class Advance>
+  template <class Arranged, std::size_t Unrolled, class Sink, class Advance>
   static inline __attribute__((always_inline)) void steps(Code codes, std::size_t count, Sink& sink,
                                                           Advance advance) {
     std::size_t done = 0;
@@ -216,7 +241,7 @@ struct Avx2Products {
         for (std::size_t line = 0; line < Codec::kStepBytes; line += 64) {
           _mm_prefetch(codes + kAheadBytes + line, _MM_HINT_T0);
         }
-        Codec::step(codes, sink);
+        Arranged::step(codes, sink);
         advance();
         codes += Codec::kStepBytes;
       }
@@ -226,7 +251,7 @@ struct Avx2Products {
       const std::size_t left = count - done;
       std::memcpy(last, codes,
                   left < Codec::kStepColumns ? Codec::kStepBytes / 2 : Codec::kStepBytes);
-      Codec::step(last, sink);
+      Arranged::step(last, sink);
       advance();
       codes += Codec::kStepBytes;
     }
@@ -249,29 +274,33 @@ struct Avx2Products {
     for (GroupWalk walk(format, block, columns); !walk.done(); walk.next()) {
       const std::size_t count = walk.columns();
       Direct<Width> sink;
-      for (auto& token : sink.sum) {
-        for (auto& slot : token) slot = _mm256_setzero_ps();
+#pragma GCC unroll 4
+      for (std::size_t t = 0; t < Width; ++t) {
+        const Group x{rows + t * stride, column, count, columns};
+        sink.sum[t][0] = initial<Codec, 0>(x);
+        sink.sum[t][1] = initial<Codec, 1>(x);
+        sink.sum[t][2] = initial<Codec, 2>(x);
+        sink.sum[t][3] = initial<Codec, 3>(x);
       }
       sink.x = rows + column;
       sink.stride = stride;
-      steps<kUnrolled>(
+      steps<Codec, kUnrolled>(
           walk.codes(), count,
           sink, [&]() __attribute__((always_inline)) { sink.x += Codec::kStepColumns; });
       SlotScales scales;
-      slot_scales<Format>(walk, scales);
+      slot_scales<Format, Codec>(walk, scales);
 #pragma GCC unroll 4
       for (std::size_t t = 0; t < Width; ++t) {
-        const Sums x_sums = sums<kUse>(rows + t * stride, column, count, columns);
-        total[t][0] = finish<kUse, 0>(scales, sink.sum[t][0], x_sums, total[t][0]);
-        total[t][1] = finish<kUse, 1>(scales, sink.sum[t][1], x_sums, total[t][1]);
-        total[t][2] = finish<kUse, 2>(scales, sink.sum[t][2], x_sums, total[t][2]);
-        total[t][3] = finish<kUse, 3>(scales, sink.sum[t][3], x_sums, total[t][3]);
+        const Group x{rows + t * stride, column, count, columns};
+        total[t][0] = finish<kUse, Codec, 0>(scales, sink.sum[t][0], x, total[t][0]);
+        total[t][1] = finish<kUse, Codec, 1>(scales, sink.sum[t][1], x, total[t][1]);
+        total[t][2] = finish<kUse, Codec, 2>(scales, sink.sum[t][2], x, total[t][2]);
+        total[t][3] = finish<kUse, Codec, 3>(scales, sink.sum[t][3], x, total[t][3]);
       }
       column += count;
     }
     for (std::size_t t = 0; t < Width; ++t, acc += kRowsPerBlock) {
-      _mm256_storeu_ps(acc, Codec::rows(total[t][0], total[t][1]));
-      _mm256_storeu_ps(acc + 8, Codec::rows(total[t][2], total[t][3]));
+      put_rows<Codec>(acc, total[t]);
     }
   }
 
@@ -283,7 +312,11 @@ struct Avx2Products {
     const std::size_t stride = Panel::row_floats(columns);
     __m256 sum[Width][2];
 #pragma GCC unroll 8
-    for (std::size_t t = 0; t < Width; ++t) sum[t][0] = sum[t][1] = _mm256_setzero_ps();
+    for (std::size_t t = 0; t < Width; ++t) {
+      const Group group{rows + t * stride, column, count, columns};
+      sum[t][0] = initial<Many, 2 * Half>(group);
+      sum[t][1] = initial<Many, 2 * Half + 1>(group);
+    }
     const float* w = codes + 16 * Half;
     const float* x = rows + column;
     for (std::size_t pair = 0; pair < count / 2; ++pair, w += 32, x += 2) {
@@ -291,17 +324,18 @@ struct Avx2Products {
       const __m256 second = _mm256_load_ps(w + 8);
 #pragma GCC unroll 8
       for (std::size_t t = 0; t < Width; ++t) {
-        sum[t][0] = _mm256_fmadd_ps(first, Codec::template factor<0>(x + t * stride), sum[t][0]);
-        sum[t][1] = _mm256_fmadd_ps(second, Codec::template factor<1>(x + t * stride), sum[t][1]);
+        sum[t][0] = _mm256_fmadd_ps(first, Many::template factor<0>(x + t * stride), sum[t][0]);
+        sum[t][1] = _mm256_fmadd_ps(second, Many::template factor<1>(x + t * stride), sum[t][1]);
       }
     }
 #pragma GCC unroll 8
     for (std::size_t t = 0; t < Width; ++t) {
       float* out = total + 32 * t + 16 * Half;
-      const Sums x_sums = sums<Use>(rows + t * stride, column, count, columns);
-      _mm256_store_ps(out, finish<Use, 2 * Half>(scales, sum[t][0], x_sums, _mm256_load_ps(out)));
-      _mm256_store_ps(
-          out + 8, finish<Use, 2 * Half + 1>(scales, sum[t][1], x_sums, _mm256_load_ps(out + 8)));
+      const Group group{rows + t * stride, column, count, columns};
+      _mm256_store_ps(out,
+                      finish<Use, Many, 2 * Half>(scales, sum[t][0], group, _mm256_load_ps(out)));
+      _mm256_store_ps(out + 8, finish<Use, Many, 2 * Half + 1>(scales, sum[t][1], group,
+                                                               _mm256_load_ps(out + 8)));
     }
   }
 
@@ -342,9 +376,9 @@ struct Avx2Products {
     for (GroupWalk walk(format, weights, columns); !walk.done(); walk.next()) {
       const std::size_t count = walk.columns();
       SlotScales scales;
-      slot_scales<Format>(walk, scales);
+      slot_scales<Format, Many>(walk, scales);
       Store sink{buffer};
-      steps<Codec::kStepColumns>(
+      steps<Many, Many::kStepColumns>(
           walk.codes(), count,
           sink, [&]() __attribute__((always_inline)) { sink.out += kPairs * 32; });
       float* total = totals;
@@ -361,10 +395,9 @@ struct Avx2Products {
       float* acc =
           panels[i].acc + static_cast<std::size_t>(block * panels[i].width) * kRowsPerBlock;
       for (int token = 0; token < panels[i].width; ++token, total += 32, acc += kRowsPerBlock) {
-        for (std::size_t half = 0; half < 2; ++half) {
-          _mm256_storeu_ps(acc + 8 * half, Codec::rows(_mm256_load_ps(total + 16 * half),
-                                                       _mm256_load_ps(total + 16 * half + 8)));
-        }
+        const __m256 slots[4] = {_mm256_load_ps(total), _mm256_load_ps(total + 8),
+                                 _mm256_load_ps(total + 16), _mm256_load_ps(total + 24)};
+        put_rows<Many>(acc, slots);
       }
     }
   }
@@ -376,7 +409,7 @@ struct Avx2Products {
     for (int block = 0; block < blocks; ++block, weights += block_bytes) {
       const DotPanel& first = panels[0];
       const auto width = static_cast<std::size_t>(first.width);
-      if (panels_count > 1 || width > kFewTokens) {
+      if (panels_count > 1 || width > few_tokens_of(Format)) {
         many_tokens<Format>(format, weights, block, columns, panels, panels_count);
         continue;
       }
@@ -386,7 +419,7 @@ struct Avx2Products {
         few_tokens<Format, 1>(format, weights, columns, rows, acc);
       } else if (width == 2) {
         few_tokens<Format, 2>(format, weights, columns, rows, acc);
-      } else {
+      } else if constexpr (few_tokens_of(Format) == 3) {
         few_tokens<Format, 3>(format, weights, columns, rows, acc);
       }
     }

@@ -50,7 +50,7 @@ inline __m256 e8m0_to_singles(const std::uint8_t* at) {
   return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_slli_epi32(codes, 23), smallest));
 }
 
-// Through half precision, as Fp8Codec does.
+// As half precision with an exponent 8 too small: exact, subnormals too.
 inline __m256 e4m3_to_singles(const std::uint8_t* at) {
   std::int64_t eight = 0;
   std::memcpy(&eight, at, sizeof eight);
@@ -74,7 +74,7 @@ inline void load_scales(const WeightFormat& format, const std::uint8_t* header, 
     case WeightKind::kFp8Block: {
       float scale = 0;
       std::memcpy(&scale, header + within * sizeof scale, sizeof scale);
-      out.scale[half] = _mm256_set1_ps(scale * 256.0F);
+      out.scale[half] = _mm256_set1_ps(scale);
       return;
     }
     case WeightKind::kQ4K:

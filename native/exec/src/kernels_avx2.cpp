@@ -6,12 +6,13 @@
 namespace freetoken::exec {
 namespace {
 
-using E2m1Products = Avx2Products<NibbleCodec<E2m1Table>>;
+using Mxfp4Products = Avx2Products<NibbleCodec<E2m1Table>>;
+using Nvfp4Products = Avx2Products<NibbleCodec<E2m1Table, 16>>;
 using SignedProducts = Avx2Products<NibbleCodec<SignedTable>>;
 using UnsignedProducts = Avx2Products<NibbleCodec<UnsignedTable>>;
-using Int8Products = Avx2Products<Int8Codec>;
+using Int8Products = Avx2Products<Int8Codec, Paired<Int8Codec>>;
 using Q6KProducts = Avx2Products<Q6KCodec>;
-using Fp8Products = Avx2Products<Fp8Codec>;
+using Fp8Products = Avx2Products<Fp8Codec, Paired<Fp8Codec>>;
 
 constexpr WeightFormat fixed_format(WeightKind kind, std::uint16_t group) {
   return {.kind = kind, .group = group};
@@ -20,9 +21,9 @@ constexpr WeightFormat fixed_format(WeightKind kind, std::uint16_t group) {
 constexpr ProductKernels kFp8 =
     Fp8Products::table(Fp8Products::dot<fixed_format(WeightKind::kFp8Block, 1)>);
 constexpr ProductKernels kMxfp4 =
-    E2m1Products::table(E2m1Products::dot<fixed_format(WeightKind::kMxfp4, 32)>);
+    Mxfp4Products::table(Mxfp4Products::dot<fixed_format(WeightKind::kMxfp4, 32)>);
 constexpr ProductKernels kNvfp4 =
-    E2m1Products::table(E2m1Products::dot<fixed_format(WeightKind::kNvfp4, 16)>);
+    Nvfp4Products::table(Nvfp4Products::dot<fixed_format(WeightKind::kNvfp4, 16)>);
 constexpr ProductKernels kInt4 =
     SignedProducts::table(avx2_integer_dot<WeightKind::kInt4, SignedProducts>);
 constexpr ProductKernels kInt8 =
