@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "bindings.h"
+#include "src/cpu_branch.h"
 #include "src/expert_cache.h"
 
 namespace py = pybind11;
@@ -47,10 +48,51 @@ std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint
   return {counts.hits, counts.misses, counts.fills, counts.cpu, counts.evictions};
 }
 
+std::unique_ptr<CpuBranch> make_branch(Executor& executor, const BankExperts& bank, Address x,
+                                       Address ids, Address weights, Address tokens, Address y,
+                                       std::size_t tokens_capacity, std::size_t top_k, Address ring,
+                                       Address done) {
+  return std::make_unique<CpuBranch>(
+      executor, bank.bank(),
+      CpuBranchBuffers{.x = at<const Bf16>(x),
+                       .ids = at<const std::int32_t>(ids),
+                       .weights = at<const float>(weights),
+                       .tokens = at<const std::int32_t>(tokens),
+                       .y = at<float>(y),
+                       .tokens_capacity = tokens_capacity,
+                       .top_k = top_k},
+      Doorbells{.ring = at<std::uint32_t>(ring), .done = at<std::uint32_t>(done)});
+}
+
+void bind_cpu_branch(py::module_& module) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<CpuBranch>(module, "CpuBranch")
+      .def(py::init(&make_branch), "executor"_a, "bank"_a, py::kw_only(), "x"_a, "ids"_a,
+           "weights"_a, "tokens"_a, "y"_a, "tokens_capacity"_a, "top_k"_a, "ring"_a, "done"_a,
+           py::keep_alive<1, 2>())
+      .def_static("host_function",
+                  [] { return reinterpret_cast<Address>(CpuBranch::host_function()); })
+      .def(
+          "task",
+          [](CpuBranch& branch, std::size_t moe_layer_index) {
+            return reinterpret_cast<Address>(branch.task(moe_layer_index));
+          },
+          "moe_layer_index"_a)
+      .def("begin_step", &CpuBranch::begin_step, "step"_a, Release())
+      .def("end_step", &CpuBranch::end_step, Release())
+      .def("take_fault", &CpuBranch::take_fault)
+      .def_property_readonly("executions_count", &CpuBranch::executions_count)
+      .def_property_readonly("calls_count", &CpuBranch::calls_count)
+      .def_property_readonly("busy_s", &CpuBranch::busy_s)
+      .def_property_readonly_static("doorbell_stride",
+                                    [](const py::object&) { return Doorbells::kStride; });
+}
+
 }  // namespace
 
 void bind_expert_cache(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
+  bind_cpu_branch(module);
   const py::object dispatch = module.attr("ExpertDispatch");
   py::class_<ExpertCache>(module, "ExpertCache")
       .def(py::init(&make_cache), py::kw_only(), "bank"_a, "link"_a, "slots"_a, "slot_of_expert"_a,

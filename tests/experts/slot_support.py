@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +27,8 @@ class RandomBank:
 def random_bank(*, layers_count: int, experts_count: int, record_bytes: int) -> RandomBank:
     """A bank of `layers_count` * `experts_count` records that differ everywhere."""
     total = layers_count * experts_count
-    data = np.random.default_rng(7).integers(0, 256, total * record_bytes, dtype=np.uint8)
+    data = np.frombuffer(mmap.mmap(-1, total * record_bytes), dtype=np.uint8)  # at a page
+    data[:] = np.random.default_rng(7).integers(0, 256, total * record_bytes, dtype=np.uint8)
     bank = ExpertBank(
         format="bf16",
         offset_bytes=0,
