@@ -29,6 +29,8 @@ from freetokend.policy.eviction import default_order
 SHAPE = PlanShape(
     moe_layers_count=40, experts_per_layer_count=256, top_k=8, tokens_capacity=16, cpu_kernel=True
 )
+# From where on ptxas wants to hear that the architecture's own features are meant.
+ARCHITECTURES_FROM = 90
 
 
 class AbsentGpu:
@@ -41,7 +43,8 @@ class AbsentGpu:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        # A kernel keeps what it has compiled by device: each of these GPUs is one of its own.
+        return int(self.target.arch)
 
     def get_current_stream(self, device: int = 0) -> int:
         del device
@@ -103,6 +106,27 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name.lower(): int(number) for name, number in found}
 
 
+def spilled_bytes(built: Any) -> int:
+    """Bytes that registers are spilled to; a stack alone may be that of a called division."""
+    capability = built.metadata.target.arch
+    suffix = "a" if capability >= ARCHITECTURES_FROM else ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(built.asm["ptx"])
+        for tool in ("ptxas", "ptxas-blackwell"):  # the first refuses what it does not know
+            command = [
+                str(Path(triton.__file__).parent / "backends/nvidia/bin" / tool),
+                *("-v", f"--gpu-name=sm_{capability}{suffix}", str(source), "-o", "/dev/null"),
+            ]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                break
+    said = done.stderr
+    found = re.findall(r"(\d+) bytes spill", said)
+    assert found, said
+    return sum(map(int, found))
+
+
 def main(capabilities: list[int]) -> None:
     rows = [
         {
@@ -110,11 +134,13 @@ def main(capabilities: list[int]) -> None:
             "kernel": name,
             "cubin_bytes": len(built.asm["cubin"]),
             "shared_bytes": built.metadata.shared,
+            "spilled_bytes": spilled_bytes(built),
             **resources(built.asm["cubin"]),
         }
         for capability in capabilities
         for name, variants in compile_all(capability).items()
         for built in variants.values()
+        if built.metadata.target.arch == capability
     ]
     print(json.dumps(rows))
 
