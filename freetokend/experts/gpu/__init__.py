@@ -1,0 +1,1 @@
+"""Routed experts executed from the slots by Triton kernels."""
