@@ -88,6 +88,10 @@ class CacheControl(Protocol):
         """State and statistics; from any thread."""
         ...
 
+    def close(self) -> None:
+        """End what runs in the background and give the memory back; no step may run any more."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fault:

@@ -261,6 +261,8 @@ class _Host:
         try:
             return loop.run()
         finally:
+            if built.cache is not None:
+                built.cache.close()  # before the pool goes that it copies from
             if attached.mapping.pinning is not None:
                 attached.mapping.pinning.abort()
 

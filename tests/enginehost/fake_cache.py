@@ -66,3 +66,6 @@ class FakeCache:
 
     def counters(self) -> CacheCounters:
         return self.state
+
+    def close(self) -> None:
+        """Nothing runs in the background."""

@@ -63,13 +63,18 @@ def local_engine(
     with new_pool(directory) as pool:
         attached = attach(pool, directory)
         with attached.mapping as mapping:
-            yield build_engine(
+            built = build_engine(
                 directory,
                 mapping.region_address,
                 EngineSettings(model="tiny", **settings),  # type: ignore[arg-type]
                 cpus,
                 PLENTY,
             )
+            try:
+                yield built
+            finally:
+                if built.cache is not None:
+                    built.cache.close()
 
 
 def ask(

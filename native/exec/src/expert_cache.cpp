@@ -61,8 +61,13 @@ void ExpertCache::decode(Executor& executor, const RoutedTokens& routed) {
       ticket = link_.submit(fills_.data(), static_cast<std::size_t>(fills_count_),
                             static_cast<std::size_t>(*spec_.arrays.slots_count));
     }
-    place(routed.moe_layer_index);
-    run(executor, routed, now_.data());
+    try {
+      place(routed.moe_layer_index);
+      run(executor, routed, now_.data());
+    } catch (...) {
+      if (fills_count_ > 0) link_.wait(ticket);  // the slots are said to hold these experts
+      throw;
+    }
     if (fills_count_ == 0) continue;
     link_.wait(ticket);
     run(executor, routed, later_.data());
