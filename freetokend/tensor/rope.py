@@ -8,10 +8,11 @@ cosine and sine of that fp32 angle are then taken in fp64 and rounded once.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
+from freetokend.core.errors import InternalError
 from freetokend.core.rope_config import RopeConfig, RopeKind
 
 # Rows are always computed in blocks of this many positions, so that a position's rotation is the
@@ -68,6 +69,17 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     return torch.where(wavelengths < context / high, frequencies, scaled)
 
 
+class Rotations(Protocol):
+    """Where an op finds the rotations of its tokens."""
+
+    def rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions: int64 [T], T > 0 -> cosines [T, 1, 1, D/2], signed sines [T, 1, 2, D/2].
+
+        The first half of the signed sines is negated: see `rotate`.
+        """
+        ...
+
+
 class RopeTable:
     """Cosines and sines by position, grown as positions come into use.
 
@@ -81,20 +93,20 @@ class RopeTable:
         self._table = torch.empty(0, 2, head_size // 2, dtype=dtype)
 
     def rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: int64 [T], T > 0 -> cosines [T, 1, 1, D/2], signed sines [T, 1, 2, D/2].
-
-        The first half of the signed sines is negated: see `rotate`.
-        """
+        """As of `Rotations`."""
         self._cover(int(positions.max()) + 1)
-        rows = self._table[positions]
-        cosines, sines = rows[:, 0], rows[:, 1]
-        return cosines[:, None, None, :], torch.stack((-sines, sines), dim=1)[:, None]
+        return _gather(self._table, positions)
 
     def rows(self, end: int) -> tuple[int, int]:
         """Address of [positions, 2, D/2] cosines and sines of at least the positions [0, end), and
         how many positions it has. The address is valid until a longer table is asked for."""
         self._cover(end)
         return self._table.data_ptr(), self._table.shape[0]
+
+    def table(self, end: int) -> torch.Tensor:
+        """[end, 2, D/2]: cosines and sines of the positions [0, end)."""
+        self._cover(end)
+        return self._table[:end]
 
     def _cover(self, end: int) -> None:
         if end > self._table.shape[0]:
@@ -112,6 +124,34 @@ class RopeTable:
         positions = torch.arange(start, start + _BLOCK_TOKENS).to(torch.float32)
         angles = (positions[:, None] * self._frequencies).to(torch.float64)
         return (torch.stack((angles.cos(), angles.sin()), dim=1) * self._scale).to(self._dtype)
+
+
+class FixedRopeTable:
+    """`Rotations` on a device, of the positions [0, positions_count).
+
+    Nothing is computed or allocated later, so that a captured graph may read it. A position
+    behind the end is the caller's fault: an error where torch can see it, on a GPU a fault of the
+    device.
+    """
+
+    def __init__(
+        self, rope: RopeConfig, head_size: int, *, positions_count: int, device: torch.device
+    ) -> None:
+        """fp32. InternalError without a position."""
+        if positions_count < 1:
+            raise InternalError(f"a table of rotations for {positions_count} positions")
+        growing = RopeTable(rope, head_size, torch.float32)
+        self._table = growing.table(positions_count).to(device)
+
+    def rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Rotations`."""
+        return _gather(self._table, positions)
+
+
+def _gather(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cosines, sines = table.index_select(0, positions).unbind(1)
+    signed_sines = torch.stack((-sines, sines), dim=1)
+    return cosines.unsqueeze(1).unsqueeze(1), signed_sines.unsqueeze(1)
 
 
 def rotate(x: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> torch.Tensor:
