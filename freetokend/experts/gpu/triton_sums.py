@@ -42,6 +42,7 @@ def _two_columns(x, column, inside, COLUMNS: tl.constexpr):
 @triton.jit
 def _add_words(sums, x, block, step, row, inside, COLUMNS: tl.constexpr, CODES: tl.constexpr):
     """sums [S, R] plus the products of one word for each of them."""
+    STEP: tl.constexpr = CODES.step  # 3.6 takes no attribute for the end of a static range
     words, high = load_words(block, step, row, inside, COLUMNS, CODES)
     # What lies outside reads the first group's scales: there are always some.
     group = tl.where(inside, step, 0) * CODES.step // (CODES.group if CODES.group else 1)
@@ -49,7 +50,7 @@ def _add_words(sums, x, block, step, row, inside, COLUMNS: tl.constexpr, CODES: 
     evens = sums * 0.0
     odds = sums * 0.0
     of_x = step * 0.0
-    for column in tl.static_range(0, CODES.step, 2):
+    for column in tl.static_range(0, STEP, 2):
         even, odd = _two_columns(x, step * CODES.step + column, inside, COLUMNS)
         evens += value_of(words, high, zero, column, CODES) * even
         odds += value_of(words, high, zero, column + 1, CODES) * odd

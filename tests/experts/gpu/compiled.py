@@ -94,14 +94,14 @@ def main(cases: list[str]) -> None:
 
 def ptx_facts(ptx: str) -> dict[str, bool]:
     """flushes: fp32 products that take the smallest numbers for zero; vectors: whether weights are
-    read 16 bytes at a time; tensor_cores: whether it multiplies there."""
+    read 16 bytes at a time or more; tensor_cores: whether it multiplies there."""
     lines = [line.strip() for line in ptx.splitlines()]
     arithmetic = ("mul.", "fma.", "add.", "sub.", "cvt.")
     return {
         "flushes": any(
             ".ftz" in line and any(word in line for word in arithmetic) for line in lines
         ),
-        "vectors": any("v4.b32" in line and "ld.global" in line for line in lines),
+        "vectors": any(re.search(r"ld\.global\S*\.v[48]\.b32", line) for line in lines),
         "tensor_cores": any(
             word in line for line in lines for word in ("mma.sync", "wgmma.", "tcgen05.mma")
         ),

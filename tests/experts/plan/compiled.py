@@ -108,6 +108,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def spilled_bytes(built: Any) -> int:
     """Bytes that registers are spilled to; a stack alone may be that of a called division."""
+    if resources(built.asm["cubin"])["stack"] == 0:
+        return 0
     capability = built.metadata.target.arch
     suffix = "a" if capability >= ARCHITECTURES_FROM else ""
     with tempfile.TemporaryDirectory() as folder:
