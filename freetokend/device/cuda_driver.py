@@ -6,6 +6,7 @@ nothing here is needed on a machine without a GPU. Every refusal becomes a `Cuda
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +15,8 @@ from freetokend.core.errors import Reason, ResourceError
 
 _OUT_OF_MEMORY: Final = 2
 _STREAM_NON_BLOCKING: Final = 1
+_EVENT_DISABLE_TIMING: Final = 2
+_LIBRARY: Final = "libcuda.so.1"
 
 
 class CudaError(ResourceError):
@@ -161,6 +164,61 @@ class CudaDriver:
         """Wait until a stream's work is done."""
         self._enter()
         self._call("cuStreamSynchronize", stream)
+
+    # ---- what a graph can hold
+
+    def new_event(self) -> Any:
+        """An event that only orders, and keeps no time."""
+        self._enter()
+        return self._call("cuEventCreate", _EVENT_DISABLE_TIMING)
+
+    def destroy_event(self, event: Any) -> None:
+        """End an event."""
+        self._enter()
+        self._call("cuEventDestroy", event)
+
+    def record(self, event: Any, stream: Any) -> None:
+        """Have the event stand for all that was queued in the stream so far."""
+        self._enter()
+        self._call("cuEventRecord", event, stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """What is queued in the stream from now on runs after what the event stands for.
+
+        Where that is being captured, the stream joins the capture.
+        """
+        self._enter()
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def copy_to_host_async(
+        self, host_address: int, device_address: int, length_bytes: int, stream: Any
+    ) -> None:
+        """Queue a copy into pinned host memory."""
+        self._enter()
+        self._call("cuMemcpyDtoHAsync", host_address, device_address, length_bytes, stream)
+
+    def copy_to_device_async(
+        self, device_address: int, host_address: int, length_bytes: int, stream: Any
+    ) -> None:
+        """Queue a copy from pinned host memory."""
+        self._enter()
+        self._call("cuMemcpyHtoDAsync", device_address, host_address, length_bytes, stream)
+
+    def launch_host_function(self, function_address: int, argument: int, stream: Any) -> None:
+        """Queue a call of `void function(void *argument)` by a thread of the driver.
+
+        Not through the package: versions of it wrap the function in one that takes Python's lock,
+        which a thread that waits for the GPU may hold, and frees itself after the first call.
+        """
+        self._enter()
+        library = ctypes.CDLL(_LIBRARY)
+        code = library.cuLaunchHostFunc(
+            ctypes.c_void_p(int(stream)),
+            ctypes.c_void_p(function_address),
+            ctypes.c_void_p(argument),
+        )
+        if code != 0:
+            raise CudaError("cuLaunchHostFunc", code, str(self._api.CUresult(code).name))
 
     # ---- host memory
 

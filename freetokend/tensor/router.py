@@ -33,9 +33,9 @@ def route(logits: torch.Tensor, router: RouterConfig) -> tuple[torch.Tensor, tor
     scores = _SCORING[router.scoring](logits)
     # Stable sorting settles ties; torch.topk promises no order among equals.
     ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    weights = ordered.narrow(1, 0, router.top_k).clone(memory_format=torch.contiguous_format)
+    weights = ordered[:, : router.top_k].contiguous()
     if router.renormalise:
         # A running sum takes the columns one by one; how a plain sum is cut into parts could
         # depend on the number of tokens.
-        weights = weights / weights.cumsum(dim=-1).narrow(1, router.top_k - 1, 1)
-    return order.narrow(1, 0, router.top_k).to(torch.int32), weights
+        weights = weights / weights.cumsum(dim=-1)[:, -1:]
+    return order[:, : router.top_k].to(torch.int32), weights

@@ -1,17 +1,29 @@
 /* Streams, events and graphs. Work runs at once, in the order of its submission; while a stream
- * captures, work becomes a node of its graph instead and runs when the graph is launched. */
+ * captures, work becomes a node of its graph instead and runs when the graph is launched.
+ *
+ * A node keeps what it has to wait for: the last work of its stream, and that of the events its
+ * stream was told to wait for. A launch runs the nodes in an order that these waits alone allow:
+ * first submitted first, or with fakeCudaRunLastFirst whatever may run and was submitted last. What
+ * only happens to be submitted in the right order is then wrong. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "fake_libcuda.h"
 
-enum { MOST_STREAMS = 64, MOST_EVENTS = 256, MOST_GRAPHS = 64, MOST_NODES = 1024 };
+enum { MOST_STREAMS = 64, MOST_EVENTS = 256, MOST_GRAPHS = 64, MOST_NODES = 512 };
+
+/* Nodes of a graph, a bit each. */
+typedef struct {
+  uint64_t words[MOST_NODES / 64];
+} NodeSet;
 
 typedef struct {
   void (*function)(void*); /* NULL: a copy */
   void* user_data;
   CUdeviceptr to, from;
   size_t size;
+  int to_host;
+  NodeSet after; /* everything that has to be done before, also indirectly */
 } Node;
 
 typedef struct {
@@ -23,20 +35,43 @@ typedef struct {
   int live;
   Graph* graph; /* being captured */
   int origin;   /* the capture began here */
-  int unjoined; /* has work that the origin does not wait for yet */
+  int unjoined; /* was forked, and the origin has not waited for it yet */
+  NodeSet done; /* what work that is submitted now has to wait for, also indirectly */
 } Stream;
 
 typedef struct {
   int live, recorded;
   Graph* graph;   /* recorded inside this capture */
   Stream* stream; /* there */
+  NodeSet done;
 } Event;
 
 static Stream streams[MOST_STREAMS];
 static Event events[MOST_EVENTS];
 static Graph graphs[MOST_GRAPHS];
+static int last_first;
+
+EXPORT void fakeCudaRunLastFirst(int yes) { last_first = yes; }
+
+static int contains(const NodeSet* set, int node) {
+  return (int)(set->words[node / 64] >> (node % 64) & 1);
+}
+
+static void include(NodeSet* set, int node) { set->words[node / 64] |= (uint64_t)1 << (node % 64); }
+
+static void include_all(NodeSet* set, const NodeSet* other) {
+  for (int i = 0; i < MOST_NODES / 64; ++i) set->words[i] |= other->words[i];
+}
+
+static int is_part(const NodeSet* set, const NodeSet* whole) {
+  for (int i = 0; i < MOST_NODES / 64; ++i) {
+    if (set->words[i] & ~whole->words[i]) return 0;
+  }
+  return 1;
+}
 
 void reset_streams(void) {
+  last_first = 0;
   memset(streams, 0, sizeof streams);
   memset(events, 0, sizeof events);
   memset(graphs, 0, sizeof graphs);
@@ -95,8 +130,10 @@ static CUresult submit(Stream* stream, Node node) {
   }
   if (stream->graph->invalid) return refuse(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
   if (stream->graph->nodes_count == MOST_NODES) return refuse(CUDA_ERROR_OUT_OF_MEMORY);
-  stream->graph->nodes[stream->graph->nodes_count++] = node;
-  stream->unjoined = !stream->origin;
+  const int number = stream->graph->nodes_count++;
+  node.after = stream->done;
+  stream->graph->nodes[number] = node;
+  include(&stream->done, number);
   return CUDA_SUCCESS;
 }
 
@@ -146,6 +183,14 @@ EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t si
   return submit(stream, (Node){.to = to, .from = (CUdeviceptr)from, .size = size});
 }
 
+EXPORT CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t size, void* handle) {
+  ENTER("%zu", size);
+  Stream* stream = stream_of(handle);
+  if (stream == NULL) return refuse(CUDA_ERROR_INVALID_HANDLE);
+  if (!accessible(from, size)) return refuse(CUDA_ERROR_INVALID_VALUE);
+  return submit(stream, (Node){.to = (CUdeviceptr)to, .from = from, .size = size, .to_host = 1});
+}
+
 EXPORT CUresult cuLaunchHostFunc(void* handle, void (*function)(void*), void* user_data) {
   ENTER(".");
   Stream* stream = stream_of(handle);
@@ -177,7 +222,8 @@ EXPORT CUresult cuEventRecord(void* handle, void* stream_handle) {
   Event* event = event_of(handle);
   Stream* stream = stream_of(stream_handle);
   if (event == NULL || stream == NULL) return refuse(CUDA_ERROR_INVALID_HANDLE);
-  *event = (Event){.live = 1, .recorded = 1, .graph = stream->graph, .stream = stream};
+  *event = (Event){
+      .live = 1, .recorded = 1, .graph = stream->graph, .stream = stream, .done = stream->done};
   return CUDA_SUCCESS;
 }
 
@@ -198,10 +244,12 @@ EXPORT CUresult cuStreamWaitEvent(void* stream_handle, void* handle, unsigned fl
     stream->graph = event->graph;
     stream->origin = 0;
     stream->unjoined = 1;
+    stream->done = event->done;
   } else if (stream->graph != event->graph) {
     return refuse(CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
   } else {
     event->stream->unjoined = 0;
+    include_all(&stream->done, &event->done);
   }
   return CUDA_SUCCESS;
 }
@@ -213,6 +261,7 @@ EXPORT CUresult cuStreamBeginCapture_v2(void* handle, int mode) {
   stream->graph = new_graph();
   if (stream->graph == NULL) return refuse(CUDA_ERROR_OUT_OF_MEMORY);
   stream->origin = 1;
+  memset(&stream->done, 0, sizeof stream->done);
   return CUDA_SUCCESS;
 }
 
@@ -227,7 +276,7 @@ EXPORT CUresult cuStreamEndCapture(void* handle, void** graph_handle) {
   int unjoined = 0;
   for (int i = 0; i < MOST_STREAMS; ++i) {
     if (streams[i].graph != graph) continue;
-    unjoined += streams[i].unjoined;
+    unjoined += streams[i].unjoined || !is_part(&streams[i].done, &stream->done);
     streams[i].graph = NULL;
     streams[i].origin = streams[i].unjoined = 0;
   }
@@ -248,17 +297,32 @@ EXPORT CUresult cuGraphInstantiateWithFlags(void** executable, void* handle, uin
   return CUDA_SUCCESS;
 }
 
+/* One that waits for nothing which is not done. There is one: a node waits for earlier ones. */
+static int next_node(const Graph* graph, const NodeSet* done) {
+  int found = -1;
+  for (int i = 0; i < graph->nodes_count; ++i) {
+    if (contains(done, i) || !is_part(&graph->nodes[i].after, done)) continue;
+    found = i;
+    if (!last_first) break;
+  }
+  return found;
+}
+
 EXPORT CUresult cuGraphLaunch(void* executable, void* stream_handle) {
   ENTER(".");
   const Graph* graph = graph_of(executable);
   const Stream* stream = stream_of(stream_handle);
   if (graph == NULL || stream == NULL) return refuse(CUDA_ERROR_INVALID_VALUE);
-  for (int i = 0; i < graph->nodes_count; ++i) {
-    const Node* node = &graph->nodes[i];
-    if (node->function == NULL && !accessible(node->to, node->size)) {
+  NodeSet done = {{0}};
+  for (int count = 0; count < graph->nodes_count; ++count) {
+    const int number = next_node(graph, &done);
+    const Node* node = &graph->nodes[number];
+    const CUdeviceptr there = node->to_host ? node->from : node->to;
+    if (node->function == NULL && !accessible(there, node->size)) {
       return refuse(CUDA_ERROR_INVALID_VALUE);
     }
     run(node);
+    include(&done, number);
   }
   return CUDA_SUCCESS;
 }

@@ -81,6 +81,10 @@ class FakeLibcuda:
         """The most host memory that can be registered."""
         self._library.fakeCudaSetRegisterLimit(ctypes.c_size_t(length_bytes))
 
+    def run_last_first(self, yes: bool) -> None:
+        """Whether a launched graph runs what was submitted last first, where its waits allow it."""
+        self._library.fakeCudaRunLastFirst(int(yes))
+
     @property
     def used_bytes(self) -> int:
         """Memory of allocations that are alive."""

@@ -185,7 +185,6 @@ class DensePagesView:
     ) -> torch.Tensor:
         """As of `KvView`."""
         page_tokens = self._store.page_tokens
-        # No indexing with brackets: torch without CUDA refuses it on a GPU that is pretended.
         keys, values = (
             self._store.keys.select(0, layer_index),
             self._store.values.select(0, layer_index),

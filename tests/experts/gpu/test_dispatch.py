@@ -1,0 +1,236 @@
+"""The dispatch of a GPU on the CPU: bit for bit the executor's; and whole on a pretended GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from freetokend.core.errors import InternalError
+from freetokend.experts.gpu.cpu_fork import CpuWork
+from freetokend.experts.gpu.dispatch import (
+    BranchOps,
+    CudaExpertDispatch,
+    DispatchSpec,
+    padded_rows,
+)
+from freetokend.experts.plan.contract import PlanInputs, PlanOutputs, PlanShape, Stat
+from freetokend.experts.plan.native import NativePlanner
+from tests.experts.gpu.dispatch_lives import (
+    BUCKETS,
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    TOKENS,
+    TOP_K,
+    Life,
+    check_totals,
+    live,
+)
+from tests.fakes.cuda_guard import pretend_cuda
+from tests.support.device_model import OnlyOn
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_lives_are_bit_for_bit_the_executors(seed: int, *, offloads: bool) -> None:
+    check_totals(live(NativePlanner, seed, 60, offloads=offloads), offloads=offloads)
+
+
+@pytest.mark.slow
+def test_lives_with_the_plan_in_triton() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.experts.gpu.dispatch_lives", "0", "25"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.stdout == "alive\n", done.stderr[-4000:]
+
+
+@pytest.fixture
+def life() -> Iterator[Life]:
+    one = Life.begin(NativePlanner, offloads=False)
+    yield one
+    one.end()
+
+
+def test_more_misses_than_slots_go_to_the_cpu(life: Life) -> None:
+    life.pool.resize(1)
+    life.step(random.Random(0), rows=TOKENS, valid=TOKENS)
+    totals = life.dispatch.totals
+    assert (totals.select(1, Stat.FILLS) <= 1).all()
+    assert (totals.select(1, Stat.CPU) >= totals.select(1, Stat.MISSES) - 1).all()
+    assert life.branch.executions_count > 0
+
+
+def test_too_few_rounds_make_a_step_void() -> None:
+    """Fewer slots than was promised: experts stay deferred, which is told and counted off."""
+    life = Life.begin(NativePlanner, offloads=True, least_slots=6)
+    life.pool.resize(2)
+    life.dispatch.begin_step(2)
+    ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    life.dispatch.dispatch(0, torch.ones(2, HIDDEN).bfloat16(), ids, torch.ones(2, TOP_K))
+    with pytest.raises(InternalError, match="void: 2 experts found no slot"):
+        life.dispatch.check()
+    life.dispatch.check()
+    life.end()
+
+
+def test_addresses_stay_from_step_to_step_and_over_a_resize(life: Life) -> None:
+    """What a graph that was captured before would still read and write."""
+    dispatch = life.dispatch
+
+    def addresses() -> list[int]:
+        lane = dispatch._lane(3)
+        outputs = [getattr(lane.outputs, name) for name in PlanOutputs.__slots__]
+        kept = (dispatch.valid_tokens, dispatch.fillable, dispatch.fill_counts, dispatch.totals)
+        state = life.pool.state
+        return [
+            *(one.data_ptr() for one in (*outputs, *kept, lane.routed, lane.served)),
+            *(getattr(state, name).data_ptr() for name in type(state).__slots__),
+            life.pool.base_address,
+        ]
+
+    life.pool.resize(4)
+    before = addresses()
+    for slots_count in (4, 12, 1):
+        life.pool.resize(slots_count)
+        dispatch.set_fill_counts(0, [[0, 1, 1, 1, 1, 1, 1]] * BUCKETS)
+        dispatch.set_fillable([False, True])
+        life.step(random.Random(slots_count), rows=3, valid=3)
+        assert addresses() == before
+
+
+def test_what_does_not_fit_is_refused(life: Life) -> None:
+    dispatch = life.dispatch
+    calls: tuple[tuple[Callable[[], None], str], ...] = (
+        (lambda: dispatch.begin_step(TOKENS + 1), "at most 5"),
+        (lambda: dispatch.prepare(9), "at most 5"),
+        (lambda: dispatch.set_fillable([True]), "1 flags for 2"),
+        (lambda: dispatch.set_fill_counts(0, [[0, 1]]), "table of fills"),
+    )
+    for call, complaint in calls:
+        with pytest.raises(InternalError, match=complaint):
+            call()
+    spec = DispatchSpec(
+        moe_layers_count=LAYERS,
+        experts_per_layer_count=EXPERTS,
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        tokens_capacity=TOKENS,
+        buckets_count=BUCKETS,
+        least_slots=0,
+    )
+    with pytest.raises(InternalError, match="no step"):
+        CudaExpertDispatch(spec, dispatch._ops, lambda _: NeverCalled(), torch.device("cpu"))
+
+
+def test_few_kinds_of_step() -> None:
+    assert [padded_rows(count) for count in (0, 1, 2, 3, 4, 5, 32, 33)] == [
+        *(1, 1, 2, 4, 4, 8, 32, 64)
+    ]
+
+
+# ---- on a GPU that is only pretended
+
+
+class NeverCalled:
+    """A planner whose kernel is a launch that changes its outputs and nothing else."""
+
+    def plan(self, moe_layer_index: int, inputs: PlanInputs, outputs: PlanOutputs) -> None:
+        inputs.check(SHAPE_OF_FOUR)
+        outputs.check(SHAPE_OF_FOUR)
+
+    def reserve(
+        self,
+        moe_layer_index: int,
+        inputs: PlanInputs,
+        outputs: PlanOutputs,
+        *,
+        wanted: torch.Tensor | None = None,
+    ) -> None:
+        raise AssertionError("no sweep")
+
+    def release(
+        self, moe_layer_index: int, uses: torch.Tensor, *, tokens_count: int, kept_count: int
+    ) -> None:
+        raise AssertionError("no sweep")
+
+
+SHAPE_OF_FOUR = PlanShape(
+    moe_layers_count=LAYERS,
+    experts_per_layer_count=EXPERTS,
+    top_k=TOP_K,
+    tokens_capacity=4,
+    cpu_kernel=True,
+)
+
+
+class Noted:
+    """Kernels that note what they were given."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin(self, moe_layer_index: int, work: CpuWork, y: torch.Tensor) -> None:
+        assert all(one.is_contiguous() for one in (work.x, work.ids, work.weights, y))
+        self.calls.append("fork")
+
+    def join(self) -> None:
+        self.calls.append("join")
+
+    def check(self) -> None:
+        raise AssertionError("not inside of a step")
+
+    def fill(self, fills: torch.Tensor, fills_count: torch.Tensor) -> None:
+        self.calls.append("fill")
+
+    def slots(
+        self, x: torch.Tensor, physical: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
+    ) -> None:
+        assert physical.is_contiguous()
+        assert tuple(y.shape) == (3, TOP_K, HIDDEN)
+        self.calls.append("slots")
+
+    def merge(
+        self, y_gpu: torch.Tensor, y_cpu: torch.Tensor, physical: torch.Tensor
+    ) -> torch.Tensor:
+        self.calls.append("merge")
+        return y_gpu.sum(1) + y_cpu.sum(1)
+
+
+def test_a_layer_runs_on_a_pretended_gpu_in_this_order(tmp_path: Path) -> None:
+    device, noted = pretend_cuda(tmp_path), Noted()
+    spec = DispatchSpec(
+        moe_layers_count=LAYERS,
+        experts_per_layer_count=EXPERTS,
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        tokens_capacity=TOKENS,
+        buckets_count=BUCKETS,
+        least_slots=2,
+    )
+    ops = BranchOps(fill=noted.fill, slots=noted.slots, merge=noted.merge, fork=noted)
+    with FakeTensorMode():
+        dispatch = CudaExpertDispatch(spec, ops, lambda _: NeverCalled(), device)
+        dispatch.prepare(3)
+        x = torch.zeros(3, HIDDEN, dtype=torch.bfloat16, device=device)
+        ids = torch.zeros(3, TOP_K, dtype=torch.int32, device=device)
+        weights = torch.zeros(3, TOP_K, device=device)
+        with OnlyOn("cuda") as mode:
+            dispatch.begin_step(3)
+            out = dispatch.dispatch(1, x, ids, weights)
+        assert mode.calls_count > 10
+        assert (tuple(out.shape), out.dtype, out.device) == ((3, HIDDEN), torch.float32, device)
+    assert noted.calls == ["fill", "fork", "slots", "join", "merge"]
