@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from benchmarks import layer_goals
+from benchmarks.fma_peak import FmaSide
 from benchmarks.layer_rivals import ALL, Rivals, rivals_of
 from benchmarks.layer_shape import QWEN3
 from benchmarks.memory import CEILING_BYTES, CeilingSide, HugeMemory, PoolBank
 from benchmarks.our_layer import Numerics, OurLayer
+from benchmarks.peers.cache import PeerUnavailableError
 from benchmarks.result import Row, write
-from benchmarks.rounds import CallSide, Outcome, Plan, foreground, pinned_caller, play_rivals
+from benchmarks.rounds import CallSide, Outcome, Plan, Side, foreground, pinned_caller, play_rivals
 from freetokend.core.errors import FreetokenError
 from freetokend.ftw.formats import WeightFormat, parse_format
 from freetokend.native.executor import Executor
@@ -33,6 +36,8 @@ FORMATS: Final = (
 )
 BATCHES: Final = (1, 4, 32, 512)
 OURS: Final = "ours"
+# With fewer tokens the weights' way from memory is the longer one.
+PEAK_FROM_TOKENS: Final = 32
 
 
 @dataclass(kw_only=True)
@@ -85,9 +90,9 @@ class Bench:
         ours = CallSide(OURS, layer.call(executor, bank, tokens), 1.0, executor.threads_count)
         ceiling = CeilingSide(executor, self.ceiling)
         ceiling.bytes_per_unit = layer.layer_bytes(tokens)
-        with foreground(self.first):
-            children = [rival.child for rival in usable]
-            outcome = play_rivals(ours, children, ceiling, self.plan, rivals.notes)
+        with foreground(self.first), self._peak(layer, executor, tokens) as peak:
+            sides: list[Side] = [*(rival.child for rival in usable), *peak]
+            outcome = play_rivals(ours, sides, ceiling, self.plan, rivals.notes)
         print(f"  {outcome.disturbance()}", flush=True)
         case = (
             f"layer {layer.format} {layer.numerics} {executor.isa} {executor.threads_count} threads"
@@ -110,10 +115,32 @@ class Bench:
                     case, OURS, rival.child.name, "layers/s", goal, page_bytes=bank.page_bytes
                 )
             )
-        rate = outcome.rates(OURS)
-        if rate and tokens >= 32:
-            flops = max(rate) * QWEN3.operations(tokens) / 1e9
-            print(f"  {case}: {flops:.0f} GFLOP/s at best", flush=True)
+        if FmaSide.name in outcome.names:
+            scale = QWEN3.operations(tokens) / 1e9
+            self._add(
+                outcome.row(
+                    case, OURS, FmaSide.name, "GFLOP/s", 0, scale=scale, page_bytes=bank.page_bytes
+                )
+            )
+
+    @contextmanager
+    def _peak(
+        self, layer: OurLayer, executor: Executor, tokens: int
+    ) -> Iterator[Sequence[FmaSide]]:
+        """The arithmetic ceiling where it is one: many tokens, fp32 sums, AVX2."""
+        if tokens < PEAK_FROM_TOKENS or layer.numerics != "exact" or executor.isa != "avx2":
+            yield ()
+            return
+        try:
+            peak = FmaSide(self.cpus[: executor.threads_count], QWEN3.operations(tokens))
+        except PeerUnavailableError as error:
+            self.notes.append(str(error))
+            yield ()
+            return
+        try:
+            yield (peak,)
+        finally:
+            peak.close()
 
     def _ceiling_row(
         self, outcome: Outcome, case: str, goals: layer_goals.Case, layer_bytes: float
