@@ -39,3 +39,11 @@ def qwen3_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def qwen3(qwen3_source: Path) -> FtwDirectory:
     return converted(qwen3_source, qwen3_source.with_name("ftw"))
+
+
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> FtwDirectory:
+    """Four MoE layers of eight experts and a dense one between them, two experts per token."""
+    source = tmp_path_factory.mktemp("deep") / "hf"
+    write_tiny_qwen3_moe(source, layers=5, mlp_only_layers=(1,), seed=3)
+    return converted(source, source.with_name("ftw"))
