@@ -158,9 +158,7 @@ def layers_that_fill(pinned: Pinned, count: int) -> list[bool]:
 
 
 @contextmanager
-def shaped_engine(
-    directory: FtwDirectory, pinned: Pinned, split: Split, **settings: int | str
-) -> Iterator[Shaped]:
+def shaped_engine(directory: FtwDirectory, pinned: Pinned, split: Split) -> Iterator[Shaped]:
     """An engine whose cache takes any number of slots; half of several misses are filled where
     both take them, so that no measurement decides what a test runs."""
     count = directory.index.expert_bank.moe_layers_count
@@ -171,7 +169,6 @@ def shaped_engine(
         device="host",
         backend="offload" if split is Split.FILL else "hybrid",
         layers=",".join(f"{layer}=cpu" for layer in pageable),
-        **settings,
     ) as built:
         assert isinstance(built.cache, ExpertCache)
         built.cache.set_fill_counts([[misses // 2 for misses in range(experts_count + 1)]])
