@@ -1,0 +1,308 @@
+"""One model with its expert cache on a device, and the same model on the CPU beside it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+
+from freetokend.device.arena import Arena
+from freetokend.device.copier import HostCopier, SlotCopier
+from freetokend.device.cuda_arena import CudaArena, CudaCopier
+from freetokend.device.cuda_driver import CudaDriver
+from freetokend.device.host_arena import HostArena
+from freetokend.engine.graphs import CudaGraphBackend, GraphBackend, GraphedProgram, GraphSpec
+from freetokend.experts.cpu import CpuExpertDispatch, bank_experts
+from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, InlineFork, StreamFork
+from freetokend.experts.gpu.dispatch import (
+    BranchOps,
+    CudaExpertDispatch,
+    DispatchSpec,
+    FillRecords,
+    padded_rows,
+)
+from freetokend.experts.plan.contract import CachePlanner, PlanShape
+from freetokend.experts.plan.native import NativePlanner
+from freetokend.experts.residency import ResidencyState
+from freetokend.experts.slot_pool import SlotPool
+from freetokend.kvcache.batch import KvBatch
+from freetokend.native.cpu_branch import CpuBranch
+from freetokend.native.executor import Executor
+from freetokend.policy.eviction import default_order
+from freetokend.tensor.cuda_program import CudaProgram
+from freetokend.tensor.program import Embed, Op, Route
+from freetokend.tensor.protocols import ExpertDispatch, StepInput, StepRunner
+from freetokend.tensor.state_dict_weights import StateDictWeights
+from freetokend.tensor.torch_program import TorchProgram
+from tests.experts.gpu.bf16_banks import bf16_bank
+from tests.experts.gpu.reference_ops import ReferenceOps
+from tests.support.device_model import (
+    DensePages,
+    SmallShape,
+    decode_batch,
+    on_device,
+    random_weights,
+)
+from tests.support.recorded_graphs import RepeatingBackend
+
+ROWS_CAPACITY: Final = 4
+BUCKETS: Final = 2
+_PAGES: Final = 64
+
+HOST_SHAPE: Final = SmallShape(layers=2, hidden=256, inter=256, experts=8, top_k=2)
+# Layers of the shape of a Qwen3.6 model with 35B parameters; fewer of them and fewer experts.
+CUDA_SHAPE: Final = SmallShape(
+    layers=2,
+    hidden=2048,
+    inter=512,
+    experts=64,
+    top_k=8,
+    heads=16,
+    kv_heads=2,
+    head_size=256,
+    vocab=8192,
+    page_tokens=16,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a device is made of. fill: given (bank address, slots' address, record bytes)."""
+
+    device: torch.device
+    arena: Callable[[int], Arena]
+    copier: SlotCopier
+    planner: Callable[[ResidencyState, PlanShape], CachePlanner]
+    backend: Callable[[], GraphBackend]
+    driver: CudaDriver | None
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.driver is not None:
+            torch.cuda.synchronize()
+
+
+def host_kind(layers: int) -> Kind:
+    """The host device."""
+    return Kind(
+        device=torch.device("cpu"),
+        arena=HostArena,
+        copier=HostCopier(),
+        planner=lambda state, shape: NativePlanner(state, shape, default_order(layers)),
+        backend=RepeatingBackend,
+        driver=None,
+    )
+
+
+def cuda_kind(layers: int) -> Kind:
+    """The first GPU. ResourceError where there is none."""
+    from freetokend.experts.plan.triton_kernel import TritonPlanner
+
+    driver = CudaDriver()
+    return Kind(
+        device=torch.device("cuda", 0),
+        arena=partial(CudaArena, driver),
+        copier=CudaCopier(driver),
+        planner=lambda state, shape: TritonPlanner(state, shape, default_order(layers)),
+        backend=CudaGraphBackend,
+        driver=driver,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A step as the CPU computes it: logits [rows, vocab]; margins [rows], the least difference
+    in any layer between the last expert that was chosen and the first that was not."""
+
+    logits: torch.Tensor
+    margins: torch.Tensor
+
+
+class MarginProbe:
+    """An Observer that finds the margins of a step."""
+
+    def __init__(self) -> None:
+        self.margins = torch.empty(0)
+
+    def __call__(self, op: Op, buffer: Callable[[int], torch.Tensor]) -> None:
+        match op:
+            case Embed():
+                self.margins = torch.full((buffer(op.out).shape[0],), float("inf"))
+            case Route():
+                ordered = buffer(op.logits).sort(dim=-1, descending=True).values
+                top_k = op.router.top_k
+                found = ordered[:, top_k - 1] - ordered[:, top_k]
+                self.margins = torch.minimum(self.margins, found)
+            case _:
+                pass
+
+
+class Bench:
+    """Everything of one run. `close` when done."""
+
+    def __init__(self, kind: Kind, shape: SmallShape) -> None:
+        self.kind, self.shape = kind, shape
+        self._closing = ExitStack()
+        self.bank = bf16_bank(
+            layers=shape.layers, experts=shape.experts, hidden=shape.hidden, inter=shape.inter
+        )
+        facts = self.facts = self.bank.mapped.bank
+        self.arena = kind.arena(facts.experts_count * facts.record_bytes)
+        self.pool = SlotPool(
+            self.arena,
+            kind.copier,
+            record_bytes=facts.record_bytes,
+            experts_count=facts.experts_count,
+            slots_capacity=facts.experts_count,
+            device=kind.device,
+        )
+        self._closing.callback(self.pool.close)
+        self.executor = Executor(sorted(os.sched_getaffinity(0))[:8])
+        self._closing.callback(self.executor.close)
+        self.cpu_experts = CpuExpertDispatch(self.executor, self.bank.mapped)
+        if kind.driver is not None:
+            kind.driver.register_host(self.bank.mapped.region_address, self.bank.bytes.size)
+            self._closing.callback(kind.driver.unregister_host, self.bank.mapped.region_address)
+        self.fill = self._fill_op()
+        self.dispatch = self._new_dispatch()
+        self.weights = random_weights(shape.program())
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.kind.synchronize()
+        self._closing.close()
+
+    def program(self, experts: ExpertDispatch | None = None) -> CudaProgram:
+        """On the device, with the dispatch over its slots."""
+        tensors = {name: one.to(self.kind.device) for name, one in self.weights.items()}
+        return CudaProgram(
+            self.shape.program(),
+            StateDictWeights(tensors, torch.bfloat16),
+            experts or self.dispatch,
+            positions_count=256,
+            device=self.kind.device,
+        )
+
+    def references(self, steps_count: int) -> list[Reference]:
+        """The steps on the CPU, experts in place."""
+        weights, probe = StateDictWeights(self.weights, torch.bfloat16), MarginProbe()
+        program = TorchProgram(self.shape.program(), weights, self.cpu_experts, observer=probe)
+        pages, found = self.pages("cpu"), []
+        for number in range(steps_count):
+            step, batch = self.step(number)
+            logits = program.forward(step, pages.view(batch))
+            found.append(Reference(logits=logits, margins=probe.margins))
+        return found
+
+    def graphed(self, program: StepRunner, pages: DensePages) -> GraphedProgram:
+        """The program of the device, by graphs."""
+        return GraphedProgram(
+            program,
+            pages,
+            self.kind.backend(),
+            GraphSpec(rows_capacity=ROWS_CAPACITY, pages_capacity=8, padding_page=_PAGES - 1),
+            begin_step=self.dispatch.begin_step,
+            device=self.kind.device,
+        )
+
+    def pages(self, device: torch.device | str) -> DensePages:
+        """Keys and values of one run."""
+        return DensePages(self.shape, _PAGES, device=device)
+
+    def step(self, number: int, *, rows: int = 3) -> tuple[StepInput, KvBatch]:
+        """The step of this number of sequences that grow by a token each, on the CPU."""
+        lengths = [number + 1 + row for row in range(rows)]
+        batch = decode_batch(lengths, page_tokens=self.shape.page_tokens)
+        random = torch.Generator().manual_seed(number)
+        return StepInput(
+            token_ids=torch.randint(self.shape.vocab, (rows,), generator=random),
+            positions=batch.positions.long(),
+            logits_index=torch.arange(rows),
+        ), batch
+
+    def run(self, program: StepRunner, pages: DensePages, number: int) -> torch.Tensor:
+        """Logits of a step on the device, on the CPU."""
+        step, batch = self.step(number)
+        device = self.kind.device
+        if isinstance(program, CudaProgram):
+            self.dispatch.begin_step(step.token_ids.shape[0])
+            step = StepInput(
+                token_ids=step.token_ids.to(device),
+                positions=step.positions.to(device),
+                logits_index=step.logits_index.to(device),
+            )
+        logits = program.forward(step, pages.view(on_device(batch, device))).cpu()
+        self.dispatch.check()
+        return logits
+
+    def _fill_op(self) -> FillRecords:
+        if self.kind.driver is None:
+            return self._host_ops().fill
+        kernels = importlib.import_module("freetokend.experts.gpu.fill_kernel")
+
+        address = self.bank.mapped.region_address + self.facts.offset_bytes
+        return lambda fills, count: kernels.fill_records(
+            fills, count, address, self.pool.base_address, self.facts.record_bytes
+        )
+
+    def _host_ops(self) -> ReferenceOps:
+        return ReferenceOps(mapped=self.bank.mapped, pool=self.pool, executor=self.executor)
+
+    def _new_dispatch(self) -> CudaExpertDispatch:
+        shape = self.shape
+        spec = DispatchSpec(
+            moe_layers_count=shape.layers,
+            experts_per_layer_count=shape.experts,
+            hidden_size=shape.hidden,
+            top_k=shape.top_k,
+            tokens_capacity=ROWS_CAPACITY,
+            buckets_count=BUCKETS,
+            least_slots=shape.top_k,
+        )
+        host = self._host_ops()
+        ops = BranchOps(fill=self.fill, slots=host.slots, merge=host.merge, fork=self._fork())
+        if self.kind.driver is not None:
+            ops = self._cuda_ops(spec, ops)
+        planner = partial(self.kind.planner, self.pool.state)
+        return CudaExpertDispatch(spec, ops, planner, self.kind.device)
+
+    def _cuda_ops(self, spec: DispatchSpec, ops: BranchOps) -> BranchOps:
+        merge = importlib.import_module("freetokend.experts.gpu.merge_kernel").merge_branches
+        experts = importlib.import_module("freetokend.experts.gpu.slot_experts")
+
+        slots = experts.SlotExperts(
+            self.facts,
+            base_address=self.pool.base_address,
+            slot_bytes=self.facts.record_bytes,
+            slots_count=self.pool.state.slots_count,
+            tokens_capacity=padded_rows(spec.tokens_capacity),
+            top_k=spec.top_k,
+        )
+        keeping = partial(slots.decode, keep_others=True)
+        return BranchOps(fill=ops.fill, slots=keeping, merge=merge, fork=ops.fork)
+
+    def _fork(self) -> CpuFork:
+        driver = self.kind.driver
+        buffers = HostBuffers.make(
+            tokens_capacity=ROWS_CAPACITY,
+            top_k=self.shape.top_k,
+            hidden_size=self.shape.hidden,
+            pinned=driver is not None,
+        )
+        branch = CpuBranch(
+            self.executor,
+            bank_experts(self.facts, self.bank.mapped.region_address),
+            buffers.addresses(),
+        )
+        self._closing.callback(branch.close)
+        if driver is None:
+            return InlineFork(branch, buffers)
+        fork = StreamFork(driver, branch, buffers, lambda: torch.cuda.current_stream().cuda_stream)
+        self._closing.callback(fork.close)
+        return fork

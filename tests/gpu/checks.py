@@ -1,0 +1,437 @@
+"""Checks of the engine layer on a device: one row each, with a gate, and an exit status.
+
+    python -m tests.gpu.checks --device host|cuda [--json FILE]
+
+Random weights are made here; nothing of the control plane is needed. Gates of speed hold for a
+GPU; the host device is held to those of values and bytes, and to loose ones of time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from freetokend.device.arena import ArenaError
+from freetokend.experts.plan.contract import PlanInputs, PlanOutputs, PlanShape, Stat
+from freetokend.experts.residency import ResidencyState
+from tests.gpu.bench import BUCKETS, CUDA_SHAPE, HOST_SHAPE, Bench, cuda_kind, host_kind
+
+STEPS: Final = 8
+# bf16 activations rounded at different places of sums in another order.
+LOGITS_ERROR: Final = 5e-3
+# Of router logits, whose standard deviation is about 2.
+TIE_MARGIN: Final = 0.02
+LEAST_JUDGED_SHARE: Final = 0.3
+_FORBIDDEN: Final = ("grpc", "fastapi", "flashinfer", "uvicorn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What a check measured, and whether that keeps to its gate."""
+
+    check: str
+    measured: str
+    gate: str
+    passed: bool
+
+
+class Judge:
+    """Logits of steps beside the CPU's.
+
+    A sum in another order may choose another expert where two are as good as each other; such rows
+    are counted and not judged.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._references = bench.references(STEPS)
+
+    def error(self, logits: list[torch.Tensor]) -> float:
+        """The worst row's, relative to its norm; infinite where something is no number."""
+        worst = 0.0
+        for ours, reference in zip(logits, self._references, strict=True):
+            if not bool(torch.isfinite(ours).all()):
+                return float("inf")
+            norm = torch.linalg.vector_norm
+            errors = norm(ours - reference.logits, dim=1) / norm(reference.logits, dim=1)
+            judged = errors[reference.margins >= TIE_MARGIN]
+            worst = max([worst, *judged.tolist()])
+        return worst
+
+    @property
+    def judged_share(self) -> float:
+        """Of the rows."""
+        margins = torch.cat([one.margins for one in self._references])
+        return float((margins >= TIE_MARGIN).float().mean())
+
+
+def _share(bench: Bench, share: float) -> int:
+    return max(bench.shape.top_k, int(share * bench.facts.experts_count))
+
+
+def parity(bench: Bench, judge: Judge) -> list[Row]:
+    """Steps of three sequences with 37 and with 11 % of the experts in slots."""
+    share = judge.judged_share
+    rows = [
+        Row(
+            check="rows without a tie of experts",
+            measured=f"{share:.0%}",
+            gate=f">= {LEAST_JUDGED_SHARE:.0%}",
+            passed=share >= LEAST_JUDGED_SHARE,
+        )
+    ]
+    for share in (0.37, 0.11):
+        bench.pool.resize(_share(bench, share))
+        bench.dispatch.totals.zero_()
+        program, pages = bench.program(), bench.pages(bench.kind.device)
+        worst = judge.error([bench.run(program, pages, at) for at in range(STEPS)])
+        totals = bench.dispatch.totals.sum(0).tolist()
+        worked = totals[Stat.FILLS] > 0 and totals[Stat.EVICTIONS] > 0
+        rows.append(
+            Row(
+                check=f"logits beside the CPU's, {share:.0%} of the experts in slots",
+                measured=f"{worst:.1e}, {totals[Stat.FILLS]} fills, {totals[Stat.CPU]} on the CPU",
+                gate=f"<= {LOGITS_ERROR:.0e}, and fills and evictions happened",
+                passed=worst <= LOGITS_ERROR and worked,
+            )
+        )
+    return rows
+
+
+def split(bench: Bench, judge: Judge) -> list[Row]:
+    """The same step filled, computed on the CPU, and half of each."""
+    bench.pool.resize(_share(bench, 0.37))
+    found = []
+    program = bench.program()
+    for part in (0.0, 0.5, 1.0):
+        _split_misses(bench, part)
+        bench.dispatch.totals.zero_()
+        pages = bench.pages(bench.kind.device)
+        logits = [bench.run(program, pages, at) for at in range(STEPS)]
+        found.append((judge.error(logits), bench.dispatch.totals.sum(0).tolist()))
+    worst = max(error for error, _ in found)
+    fills = [totals[Stat.FILLS] for _, totals in found]
+    return [
+        Row(
+            check="logits whatever part of the misses is filled",
+            measured=f"{worst:.1e}, fills {fills}",
+            gate=f"<= {LOGITS_ERROR:.0e}, fills 0 < some < most",
+            passed=worst <= LOGITS_ERROR and 0 == fills[0] < fills[1] < fills[2],
+        )
+    ]
+
+
+def _split_misses(bench: Bench, part: float) -> None:
+    """Fill this part of every layer's misses, and leave the rest to the CPU."""
+    misses = range(bench.shape.experts + 1)
+    table = [[int(part * count) for count in misses]] * BUCKETS
+    for layer in range(bench.shape.layers):
+        bench.dispatch.set_fill_counts(layer, table)
+    bench.dispatch.set_fillable([part > 0] * bench.shape.layers)
+
+
+def graphs(bench: Bench, judge: Judge) -> list[Row]:
+    """Replays, with a resize of the cache before each of them."""
+    bench.pool.resize(_share(bench, 0.37))
+    program = bench.program()
+    pages = bench.pages(bench.kind.device)
+    graphed = bench.graphed(program, pages)
+    logits, step_s, resize_s = [], [], []
+    for at in range(STEPS):
+        began_s = time.perf_counter()
+        bench.pool.resize(_share(bench, 0.37 if at % 2 else 0.2))
+        resized_s = time.perf_counter()
+        logits.append(bench.run(graphed, pages, at))
+        step_s.append(time.perf_counter() - resized_s)
+        resize_s.append(resized_s - began_s)
+        bench.pool.check_integrity()
+    counts, worst = graphed.counts(), judge.error(logits)
+    expected = (1, STEPS - 1, ())
+    got = (counts.captures_count, counts.replays_count, counts.failures)
+    rows = [
+        Row(
+            check="replayed steps while the cache is resized",
+            measured=f"{worst:.1e}, (captures, replays, failures) {got}",
+            gate=f"<= {LOGITS_ERROR:.0e}, {expected}",
+            passed=worst <= LOGITS_ERROR and got == expected,
+        )
+    ]
+    if bench.kind.driver is not None:
+        stall, step = max(resize_s[2:]), statistics.median(step_s[2:])
+        rows.append(
+            Row(
+                check="a resize stalls less than a step",
+                measured=f"{stall * 1e6:.0f} us, a step {step * 1e6:.0f} us",
+                gate="< 1 step",
+                passed=stall < step,
+            )
+        )
+    return rows
+
+
+def contents(bench: Bench, judge: Judge) -> list[Row]:
+    """What lies in the slots after all that."""
+    bench.pool.resize(_share(bench, 0.37))
+    bench.run(bench.program(), bench.pages(bench.kind.device), 0)
+    bench.kind.synchronize()
+    report = bench.pool.verify(bench.bank.mapped)
+    return [
+        Row(
+            check="resident slots that differ from the pool",
+            measured=f"{len(report.differences)} of {report.compared_count}",
+            gate="0 of more than 0",
+            passed=not report.differences and report.compared_count > 0,
+        )
+    ]
+
+
+def claims(bench: Bench, judge: Judge) -> list[Row]:
+    """Bytes that the driver, or the kernel, shows more and less."""
+    bench.pool.resize(0)
+    before, free_before = bench.pool.claimed_bytes(), _free_bytes(bench)
+    bench.pool.resize(bench.facts.experts_count)
+    claim = bench.pool.committed_bytes
+    grown, free_grown = bench.pool.claimed_bytes(), _free_bytes(bench)
+    bench.pool.resize(0)
+    after = bench.pool.claimed_bytes()
+    shown = min(grown - before, free_before - free_grown if free_before else grown - before)
+    return [
+        Row(
+            check="bytes shown of those claimed",
+            measured=f"{shown} of {claim}, {after - before} after",
+            gate=">= 95 %, 0 after",
+            passed=0.95 * claim <= shown and after == before,
+        )
+    ]
+
+
+def _free_bytes(bench: Bench) -> int:
+    return 0 if bench.kind.driver is None else bench.kind.driver.memory().free_bytes
+
+
+def refused_growth(bench: Bench, judge: Judge) -> list[Row]:
+    """More than the device has is refused, and leaves everything as it was."""
+    arena = bench.kind.arena(1 << 45)
+    arena.grow_to(1)
+    held = arena.claimed_bytes()
+    try:
+        arena.grow_to(1 << 45)
+    except ArenaError as error:
+        outcome = f"refused, {error.available_bytes} bytes were free"
+    else:
+        outcome = "granted"
+    kept = arena.claimed_bytes()
+    arena.close()
+    return [
+        Row(
+            check="a growth beyond the memory",
+            measured=f"{outcome}; {held} bytes held before, {kept} after",
+            gate="refused, the same bytes held",
+            passed=outcome.startswith("refused") and held == kept > 0,
+        )
+    ]
+
+
+def plan_times(bench: Bench, judge: Judge) -> list[Row]:
+    """One call with all misses, in caches of growing size."""
+    gate_us = 100.0 if bench.kind.driver is not None else 2000.0
+    shape = PlanShape(
+        moe_layers_count=bench.shape.layers,
+        experts_per_layer_count=256,
+        top_k=8,
+        tokens_capacity=1,
+        cpu_kernel=True,
+    )
+    return [_plan_time(bench, shape, slots, gate_us) for slots in (512, 4096, 16384)]
+
+
+def _plan_time(bench: Bench, shape: PlanShape, slots_count: int, gate_us: float) -> Row:
+    device = bench.kind.device
+    experts_count = shape.moe_layers_count * shape.experts_per_layer_count
+    state = ResidencyState.empty(
+        experts_count=experts_count, slots_capacity=slots_count, device=device
+    )
+    state.slots_count.fill_(slots_count)
+    planner, outputs = bench.kind.planner(state, shape), PlanOutputs.empty(shape, device)
+    given = [
+        PlanInputs(
+            routed=torch.arange(8 * at, 8 * at + 8, dtype=torch.int32, device=device).view(1, 8),
+            valid_tokens=torch.ones(1, dtype=torch.int32, device=device),
+            fillable=torch.ones(shape.moe_layers_count, dtype=torch.int32, device=device),
+            fill_count=torch.arange(257, dtype=torch.int32, device=device).view(1, -1),
+        )
+        for at in range(20)
+    ]
+    best_us, fills_count = float("inf"), 0
+    planner.plan(0, given[0], outputs)
+    for inputs in given[1:]:
+        bench.kind.synchronize()
+        began_s = time.perf_counter()
+        planner.plan(0, inputs, outputs)
+        bench.kind.synchronize()
+        best_us = min(best_us, (time.perf_counter() - began_s) * 1e6)
+        fills_count += int(outputs.fills_count)
+    return Row(
+        check=f"a plan of 8 misses in {slots_count} slots, with its launch",
+        measured=f"{best_us:.0f} us, {fills_count} fills",
+        gate=f"<= {gate_us:.0f} us, {8 * 19} fills",
+        passed=best_us <= gate_us and fills_count == 8 * 19,
+    )
+
+
+def fill_rate(bench: Bench, judge: Judge) -> list[Row]:
+    """Fills of all slots beside one plain copy of as many bytes."""
+    gate = 0.85 if bench.kind.driver is not None else 0.3
+    count = min(bench.facts.experts_count, bench.shape.experts)
+    bench.pool.resize(count)
+    numbers = torch.arange(count, dtype=torch.int32)
+    fills = torch.full((bench.shape.experts, 2), -1, dtype=torch.int32)
+    fills[:count] = torch.stack((numbers, numbers), dim=1)
+    fills = fills.to(bench.kind.device)
+    fills_count = torch.full((1,), count, dtype=torch.int32, device=bench.kind.device)
+    length_bytes = count * bench.facts.record_bytes
+    source = torch.zeros(length_bytes, dtype=torch.uint8, pin_memory=bench.kind.driver is not None)
+    target = torch.zeros(length_bytes, dtype=torch.uint8, device=bench.kind.device)
+    ours_s = _best_s(bench, lambda: bench.fill(fills, fills_count))
+    ceiling_s = _best_s(bench, lambda: _plain_copy(target, source))
+    ours, ceiling = length_bytes / ours_s, length_bytes / ceiling_s
+    bench.pool.resize(0)
+    return [
+        Row(
+            check="rate of fills beside that of one copy",
+            measured=f"{ours / 1e9:.2f} of {ceiling / 1e9:.2f} GB/s",
+            gate=f">= {gate}",
+            passed=ours >= gate * ceiling,
+        )
+    ]
+
+
+def _plain_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.is_cuda:
+        target.copy_(source, non_blocking=True)
+    else:  # torch would wake threads for it
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def branches(bench: Bench, judge: Judge) -> list[Row]:
+    """Replayed steps with all, none and parts of the misses filled; on a GPU alone, because the
+    host device computes both branches with the same cores."""
+    if bench.kind.driver is None:
+        return []
+    rows = []
+    for share in (0.37, 0.11):
+        bench.pool.resize(_share(bench, share))
+        timed = {part: _step_s(bench, part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)}
+        single = min(timed[0.0], timed[1.0])
+        both = min(timed[part] for part in (0.25, 0.5, 0.75))
+        rows.append(
+            Row(
+                check=f"a step with both branches, {share:.0%} of the experts in slots",
+                measured=", ".join(f"{at:.0%}: {s * 1e6:.0f} us" for at, s in timed.items()),
+                gate="the best split no slower than the better branch alone",
+                passed=both <= single,
+            )
+        )
+    _split_misses(bench, 1.0)
+    return rows
+
+
+def _step_s(bench: Bench, part: float) -> float:
+    """The median step with this part of the misses filled."""
+    _split_misses(bench, part)
+    pages = bench.pages(bench.kind.device)
+    graphed = bench.graphed(bench.program(), pages)
+    times_s = []
+    for at in range(24):
+        began_s = time.perf_counter()
+        bench.run(graphed, pages, at)
+        times_s.append(time.perf_counter() - began_s)
+    return statistics.median(times_s[4:])
+
+
+def _best_s(bench: Bench, run: Callable[[], object]) -> float:
+    best_s = float("inf")
+    for _ in range(10):
+        bench.kind.synchronize()
+        began_s = time.perf_counter()
+        run()
+        bench.kind.synchronize()
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s
+
+
+def imports(bench: Bench, judge: Judge) -> list[Row]:
+    """Nothing of the control plane was needed."""
+    found = [name for name in _FORBIDDEN if name in sys.modules]
+    return [
+        Row(
+            check="packages of the control plane",
+            measured=", ".join(found) or "none",
+            gate="none",
+            passed=not found,
+        )
+    ]
+
+
+CHECKS: Final[tuple[Callable[[Bench, Judge], list[Row]], ...]] = (
+    parity,
+    split,
+    graphs,
+    contents,
+    claims,
+    refused_growth,
+    plan_times,
+    fill_rate,
+    branches,
+    imports,
+)
+
+
+def run_checks(bench: Bench) -> list[Row]:
+    """All of them; one that breaks is a row that did not pass."""
+    rows, judge = [], Judge(bench)
+    for check in CHECKS:
+        try:
+            found = check(bench, judge)
+        except Exception as error:
+            traceback.print_exc()
+            measured = f"{type(error).__name__}: {error}"
+            found = [Row(check=check.__name__, measured=measured, gate="runs", passed=False)]
+        for row in found:
+            print(
+                f"{'ok  ' if row.passed else 'FAIL'} {row.check}: {row.measured} ({row.gate})",
+                flush=True,
+            )
+        rows += found
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    """0 when every check passed."""
+    parser = argparse.ArgumentParser(prog="tests/gpu/run.sh")
+    parser.add_argument("--device", choices=("host", "cuda"), required=True)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    make, shape = {"host": (host_kind, HOST_SHAPE), "cuda": (cuda_kind, CUDA_SHAPE)}[options.device]
+    bench = Bench(make(shape.layers), shape)
+    rows = run_checks(bench)
+    bench.close()
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    failed_count = sum(not row.passed for row in rows)
+    print(f"{len(rows) - failed_count} of {len(rows)} checks passed on {options.device}")
+    return 1 if failed_count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
