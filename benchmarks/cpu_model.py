@@ -94,7 +94,7 @@ class Bench:
         model = synthetic_model(
             self.directory, experts=experts, dense=dense, layers_count=layers_count
         )
-        directory = converted(model.gguf_path.parent)
+        directory = converted(model)
         with (
             our_engine(directory, cpus) as built,
             Executor(cpus) as executor,

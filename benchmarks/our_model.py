@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.rounds import Burst, waited_s
+from benchmarks.synthetic_model import SyntheticModel
 from freetokend.core.host_facts import HostMemory
 from freetokend.engine.work import SamplingParams, SequenceWork, StepWork
 from freetokend.enginehost.attach import attach_pool
 from freetokend.enginehost.build import PAGE_TOKENS, build_engine
 from freetokend.enginehost.built import BuiltEngine
 from freetokend.ftw.convert import convert
+from freetokend.ftw.formats import parse_format
+from freetokend.ftw.model import Wanted
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import EngineSettings
 from freetokend.native.lifeline import ReceivedPool
@@ -29,10 +32,19 @@ MOST_SEQUENCES: Final = 32
 STEP_TOKENS: Final = 1024
 
 
-def converted(source: Path) -> FtwDirectory:
-    """The FTW directory beside the directory of a model, in the formats in which it comes."""
+def converted(model: SyntheticModel) -> FtwDirectory:
+    """The FTW directory beside the model's GGUF file, with the codes of that file.
+
+    Of the file itself, but where our reader does not know a type of it: then of the checkpoint,
+    quantised, which gives the same codes.
+    """
+    source = model.gguf_path.parent
     target = source.with_suffix(".ftw")
-    convert(source, target)
+    if model.experts == "nvfp4":
+        formats = Wanted(experts=parse_format(model.experts), dense=parse_format(model.dense))
+        convert(model.checkpoint, target, wanted=formats)
+    else:
+        convert(source, target)
     return FtwDirectory(target)
 
 
