@@ -1,15 +1,17 @@
 """How many of a layer's missing experts are filled into slots, the CPU executing the others (q).
 
 Of m missing experts q are copied over the link and executed on the device while the CPU executes
-the other m - q in place. A layer waits for the slower branch, so q minimises the max of the two:
+the other m - q in place. A layer waits for the slower branch, so q minimises the later end of
 
-    max(a_fill + q * S / B_fill,  a_cpu + (m - q) * S / B_cpu)
+    a_fill + q * S / B_fill, then q * S / B_slot      and      a_cpu + (m - q) * S / B_cpu
 
-S: bytes of a record; a: the fixed cost of a branch, paid if it has anything to do; B: its rate
-while the other branch runs as well, for both read the same memory and neither keeps the rate it
-has alone. A branch that runs alone (q = m or q = 0) has the rate of one alone. The CPU's cost per
-expert grows with the tokens per expert, a fill's does not: hence one row of the table per bucket
-of tokens per expert.
+S: bytes of a record; a: the fixed cost of a branch, paid if it has anything to do; B_slot: the rate
+at which the device executes what has arrived; the other B: a branch's rate while the other runs as
+well, for both read the same memory and neither keeps the rate it has alone. When one has moved its
+bytes, the other goes on at the rate of one alone; without that refinement the table is up to 5 %
+slower than the best q where the link takes half of the memory's rate (`benchmarks.hybrid`). The
+CPU's cost per expert grows with the tokens per expert, a fill's does not: hence one row of the
+table per bucket of tokens per expert.
 
 Without fixed costs, and where the link takes B_P of the memory's B_H and leaves B_H - B_P to the
 CPU, both branches end together at q = m * B_P / B_H (`closed_form_fills`).
@@ -24,8 +26,8 @@ from typing import Final
 
 from freetokend.core.errors import ConfigError, InternalError
 
-# Costs are compared as whole numbers of this unit, so that a tie is a tie.
-_TICKS_PER_S: Final = 10**18
+# Costs this near to each other are the same.
+_SAME_RATIO: Final = 1 + 1e-9
 # What is outside of these bounds was not measured but is a fault in what measured it.
 _LEAST_BYTES_PER_S: Final = 1.0
 _MOST_BYTES_PER_S: Final = 1e15
@@ -40,8 +42,9 @@ class FillRates:
 
     fill_bytes_per_s, cpu_bytes_per_s: each while the other branch runs. The CPU's may be 0: the
     link leaves it nothing, so a fill is never accompanied. fill_alone_bytes_per_s,
-    cpu_alone_bytes_per_s: each while the other rests. cpu_slowdown_ratios: for each bucket of
-    `token_bucket`, how many times as long as with one token the CPU needs for an expert.
+    cpu_alone_bytes_per_s: each while the other rests. slot_bytes_per_s: what was filled, executed
+    on the device; infinite where that is not worth counting. cpu_slowdown_ratios: for each bucket
+    of `token_bucket`, how many times as long as with one token the CPU needs for an expert.
     """
 
     record_bytes: int
@@ -52,6 +55,7 @@ class FillRates:
     fill_fixed_s: float = 0.0
     cpu_fixed_s: float = 0.0
     cpu_slowdown_ratios: tuple[float, ...] = (1.0,)
+    slot_bytes_per_s: float = math.inf
 
     def problem(self) -> str:
         """Why no table can be made of these figures, with the figure; empty when one can."""
@@ -70,6 +74,11 @@ class FillRates:
                     f"{name} is {rate}; a rate must be a number from {_LEAST_BYTES_PER_S:g} to "
                     f"{_MOST_BYTES_PER_S:g} bytes per second"
                 )
+        if not self.slot_bytes_per_s >= _LEAST_BYTES_PER_S:
+            return (
+                f"slot_bytes_per_s is {self.slot_bytes_per_s}; a rate must be a number of at least "
+                f"{_LEAST_BYTES_PER_S:g} bytes per second"
+            )
         for name, fixed_s in (
             ("fill_fixed_s", self.fill_fixed_s),
             ("cpu_fixed_s", self.cpu_fixed_s),
@@ -135,21 +144,57 @@ def cpu_branch_s(rates: FillRates, experts_count: int, *, bucket: int, alone: bo
 
 
 def split_s(rates: FillRates, *, bucket: int, misses_count: int, fills_count: int) -> float:
-    """Seconds of the slower branch for one layer; infinite where the CPU would never end."""
+    """Seconds of the slower branch for one layer."""
+    return max(
+        branch_ends_s(rates, bucket=bucket, misses_count=misses_count, fills_count=fills_count)
+    )
+
+
+def branch_ends_s(
+    rates: FillRates, *, bucket: int, misses_count: int, fills_count: int
+) -> tuple[float, float]:
+    """When the device has filled and executed its part, and the CPU executed the rest; 0 for a
+    branch without work."""
     if not 0 <= fills_count <= misses_count:
         raise InternalError(f"{fills_count} fills of {misses_count} missing experts")
-    cpu_count = misses_count - fills_count
-    return max(
-        fill_branch_s(rates, fills_count, alone=cpu_count == 0),
-        cpu_branch_s(rates, cpu_count, bucket=bucket, alone=fills_count == 0),
-    )
+    return _ends_s(rates, rates.cpu_slowdown_ratios[bucket], misses_count, fills_count)
+
+
+def _ends_s(
+    rates: FillRates, slowdown_ratio: float, misses_count: int, fills_count: int
+) -> tuple[float, float]:
+    fill_bytes = fills_count * rates.record_bytes
+    cpu_bytes = (misses_count - fills_count) * rates.record_bytes * slowdown_ratio
+    slot_s = fill_bytes / rates.slot_bytes_per_s
+    if not cpu_bytes:
+        alone_s = rates.fill_fixed_s + fill_bytes / rates.fill_alone_bytes_per_s
+        return (alone_s + slot_s if fill_bytes else 0.0), 0.0
+    if not fill_bytes:
+        return 0.0, rates.cpu_fixed_s + cpu_bytes / rates.cpu_alone_bytes_per_s
+    filled_s, cpu_s = _beside_s(rates, fill_bytes, cpu_bytes)
+    if filled_s <= cpu_s:
+        left_bytes = cpu_bytes - max(filled_s - rates.cpu_fixed_s, 0.0) * rates.cpu_bytes_per_s
+        cpu_s = max(filled_s, rates.cpu_fixed_s) + left_bytes / rates.cpu_alone_bytes_per_s
+    else:
+        left_bytes = fill_bytes - max(cpu_s - rates.fill_fixed_s, 0.0) * rates.fill_bytes_per_s
+        filled_s = max(cpu_s, rates.fill_fixed_s) + left_bytes / rates.fill_alone_bytes_per_s
+    return filled_s + slot_s, cpu_s
+
+
+def _beside_s(rates: FillRates, fill_bytes: float, cpu_bytes: float) -> tuple[float, float]:
+    """When each branch would have moved its bytes, did the other never end."""
+    cpu_s = math.inf
+    if rates.cpu_bytes_per_s:
+        cpu_s = rates.cpu_fixed_s + cpu_bytes / rates.cpu_bytes_per_s
+    return rates.fill_fixed_s + fill_bytes / rates.fill_bytes_per_s, cpu_s
 
 
 def fill_table(rates: FillRates, misses_capacity: int) -> tuple[tuple[int, ...], ...]:
     """fill_count[bucket][m] for m = 0 to misses_capacity: the best q among 1 to m, 0 for m = 0.
 
-    Of equally good ones the smallest, which evicts least. q = 0 is not among them: it is decided
-    by what can be filled and evicted, see `q_for`. Time is linear in the size of the table.
+    Of equally good ones the largest, which later steps will find resident. q = 0 is not among
+    them: it is decided by what can be filled and evicted, see `q_for`. Time is linear in the size
+    of the table.
     Raises ConfigError where the rates have a `problem`.
     """
     if misses_capacity < 0:
@@ -172,32 +217,47 @@ def fill_all_table(misses_capacity: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _fill_row(rates: FillRates, slowdown_ratio: float, misses_capacity: int) -> tuple[int, ...]:
-    """The fill branch rises with q and the CPU branch falls, so the max of both is least where they
-    cross: at the first q whose fills take at least as long as the CPU, or just before it. One
-    expert more moves that place by one or not at all, so that one pass finds all of them."""
-    fill_fixed, cpu_fixed = _ticks(rates.fill_fixed_s), _ticks(rates.cpu_fixed_s)
-    fill_each = max(_ticks(rates.record_bytes / rates.fill_bytes_per_s), 1)
-    alone_each = max(_ticks(rates.record_bytes / rates.fill_alone_bytes_per_s), 1)
-    if rates.cpu_bytes_per_s == 0:
-        return tuple(range(misses_capacity + 1))
-    cpu_each = max(_ticks(rates.record_bytes * slowdown_ratio / rates.cpu_bytes_per_s), 1)
+    """Both branches' ends are piecewise linear in q, and so is the later one: it is least at a
+    place where the pieces meet. Those are 1, m - 1 and m; where one branch starts just when the
+    other ends; where both have moved their bytes at the same time; and where both end together.
+    The last two move by one or not at all with one expert more, so that one pass finds them."""
+    head_start_s = rates.cpu_fixed_s - rates.fill_fixed_s
+    early = _whole(head_start_s * rates.fill_bytes_per_s / rates.record_bytes, misses_capacity)
+    cpu_each_bytes = rates.record_bytes * slowdown_ratio
+    late = _whole(-head_start_s * rates.cpu_bytes_per_s / cpu_each_bytes, misses_capacity)
 
-    def both(misses: int, fills: int) -> int:
-        return max(fill_fixed + fills * fill_each, cpu_fixed + (misses - fills) * cpu_each)
+    def fills_move_first(misses: int, fills: int) -> bool:
+        cpu_bytes = (misses - fills) * cpu_each_bytes
+        filled_s, cpu_s = _beside_s(rates, fills * rates.record_bytes, cpu_bytes)
+        return filled_s < cpu_s
+
+    def device_ends_first(misses: int, fills: int) -> bool:
+        device_s, cpu_s = _ends_s(rates, slowdown_ratio, misses, fills)
+        return device_s < cpu_s
 
     row = [0]
-    crossing = 1
+    moved = ended = 1
     for misses in range(1, misses_capacity + 1):
-        fill_ticks = fill_fixed + crossing * fill_each
-        if fill_ticks < cpu_fixed + (misses - crossing) * cpu_each:
-            crossing += 1
-        best, best_ticks = misses, fill_fixed + misses * alone_each
-        # Downwards, so that of equals the smaller stays.
-        for fills in (min(crossing, misses - 1), min(crossing, misses - 1) - 1):
-            if fills >= 1 and both(misses, fills) <= best_ticks:
-                best, best_ticks = fills, both(misses, fills)
-        row.append(best)
+        while moved < misses and fills_move_first(misses, moved):
+            moved += 1
+        while ended < misses and device_ends_first(misses, ended):
+            ended += 1
+        places = (
+            *(1, early, early + 1, moved - 1, moved, ended - 1, ended),
+            *(misses - late - 1, misses - late, misses - 1, misses),
+        )
+        costs = {
+            fills: max(_ends_s(rates, slowdown_ratio, misses, fills))
+            for fills in places
+            if 1 <= fills <= misses
+        }
+        least_s = min(costs.values()) * _SAME_RATIO
+        row.append(max(fills for fills, cost_s in costs.items() if cost_s <= least_s))
     return tuple(row)
+
+
+def _whole(value: float, most: int) -> int:
+    return math.floor(min(max(value, 0.0), float(most)))
 
 
 def token_bucket(pairs_count: int, distinct_count: int, buckets_count: int) -> int:
@@ -237,7 +297,3 @@ def q_for(
     row = fill_count[token_bucket(pairs_count, distinct_count, len(fill_count))]
     best = max(row[min(misses_count, len(row) - 1)], 1)
     return min(best, misses_count, evictable_count)
-
-
-def _ticks(duration_s: float) -> int:
-    return round(duration_s * _TICKS_PER_S)

@@ -23,7 +23,7 @@ from itertools import accumulate
 
 from freetokend.core.errors import InternalError
 from freetokend.policy.fill_table import (
-    cpu_branch_s,
+    branch_ends_s,
     fill_all_table,
     fill_table,
     split_s,
@@ -97,8 +97,9 @@ def decode_path_s(facts: PrefillFacts, tokens_count: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DecodePath:
-    """layer_s[bucket][m], cpu_s[m] of the last bucket. All rise with m, and layer_s with the
-    bucket, whatever was measured, so that there is one crossing.
+    """layer_s[bucket][m]; of the last bucket cpu_s[m], when the CPU ends, and cpu_alone_s[m], what
+    it would need if nothing were filled meanwhile. All rise with m, and
+    layer_s with the bucket, whatever was measured, so that there is one crossing.
 
     The last bucket has no end, but what was measured for it has: beyond, the CPU's part is taken to
     grow with the tokens per expert.
@@ -107,6 +108,7 @@ class _DecodePath:
     facts: PrefillFacts
     layer_s: tuple[tuple[float, ...], ...]
     cpu_s: tuple[float, ...]
+    cpu_alone_s: tuple[float, ...]
 
     @classmethod
     def of(cls, facts: PrefillFacts) -> _DecodePath:
@@ -122,9 +124,20 @@ class _DecodePath:
             rising.append(tuple(accumulate(map(max, row, before), max)))
         last = len(table) - 1
         cpu = [
-            cpu_branch_s(rates, m - q, bucket=last, alone=q == 0) for m, q in enumerate(table[last])
+            branch_ends_s(rates, bucket=last, misses_count=m, fills_count=q)[1]
+            for m, q in enumerate(table[last])
         ]
-        return cls(facts=facts, layer_s=tuple(rising), cpu_s=tuple(accumulate(cpu, max)))
+        expert_s = (
+            rates.record_bytes * rates.cpu_slowdown_ratios[last] / rates.cpu_alone_bytes_per_s
+        )
+        return cls(
+            facts=facts,
+            layer_s=tuple(rising),
+            cpu_s=tuple(accumulate(cpu, max)),
+            cpu_alone_s=tuple(
+                accumulate(((m - q) * expert_s for m, q in enumerate(table[last])), max)
+            ),
+        )
 
     def seconds(self, tokens_count: int) -> float:
         facts = self.facts
@@ -149,4 +162,5 @@ class _DecodePath:
         layer_s = self.layer_s[bucket][misses_count]
         if beyond_ratio == 1.0:
             return layer_s
-        return max(layer_s, self.cpu_s[misses_count] * beyond_ratio)
+        more_s = (beyond_ratio - 1.0) * self.cpu_alone_s[misses_count]
+        return max(layer_s, self.cpu_s[misses_count] + more_s)

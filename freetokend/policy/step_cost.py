@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from freetokend.policy.fill_table import FillRates, cpu_branch_s, fill_branch_s, fill_table
+from freetokend.policy.fill_table import FillRates, branch_ends_s, cpu_branch_s, fill_table
 
 # Least recently used order misses 16 % with 37 % of the experts resident and 39 % with 11 %, on
 # published traces of two models; (1 - r^(1/3))^1.44 goes through both, through 1 at r = 0 and
@@ -75,13 +75,15 @@ def misses_probabilities(top_k: int, miss_ratio: float) -> tuple[float, ...]:
 
 def layer_s(costs: StepCosts, *, misses_count: int, fills_count: int) -> float:
     """Seconds of the routed experts of one layer for one token, so many of them missing."""
-    cpu_count = misses_count - fills_count
-    slot_s = (costs.top_k - cpu_count) * costs.rates.record_bytes / costs.slot_bytes_per_s
-    filling_s = fill_branch_s(costs.rates, fills_count, alone=cpu_count == 0)
-    return max(
-        filling_s + slot_s,
-        cpu_branch_s(costs.rates, cpu_count, bucket=0, alone=fills_count == 0),
+    executed_count = costs.top_k - misses_count + fills_count
+    slot_s = executed_count * costs.rates.record_bytes / costs.slot_bytes_per_s
+    filled_s, cpu_s = branch_ends_s(
+        replace(costs.rates, slot_bytes_per_s=math.inf),
+        bucket=0,
+        misses_count=misses_count,
+        fills_count=fills_count,
     )
+    return max(filled_s + slot_s, cpu_s)
 
 
 def fused_s(costs: StepCosts) -> float:

@@ -118,13 +118,16 @@ def test_a_crossover_of_hundreds_of_tokens_on_a_real_shape() -> None:
     crossover = prefill_crossover(FACTS, most_tokens=8192)
     assert 100 < crossover < 1000
     assert decode_path_s(FACTS, crossover // 4) < streaming_s(FACTS, crossover // 4) / 1.5
-    slow_link = replace(
-        FACTS,
-        costs=replace(
-            COSTS, rates=ideal_rates(6_289_062, link_bytes_per_s=11.8e9, host_bytes_per_s=47.5e9)
-        ),
+    ratios = (1.0, 1.0, 1.1, 1.3)
+    slow_link = ideal_rates(6_289_062, link_bytes_per_s=11.8e9, host_bytes_per_s=47.5e9)
+    fast, slow = (
+        replace(FACTS, costs=replace(COSTS, rates=replace(rates, cpu_slowdown_ratios=ratios)))
+        for rates in (COSTS.rates, slow_link)
     )
-    assert crossover < prefill_crossover(slow_link, most_tokens=8192) < 8192
+    assert crossover <= prefill_crossover(fast, most_tokens=8192)
+    assert (
+        prefill_crossover(fast, most_tokens=8192) < prefill_crossover(slow, most_tokens=8192) < 8192
+    )
 
 
 def test_a_step_that_computes_slowly_lowers_it() -> None:
