@@ -31,11 +31,15 @@ from freetokend.tensor.memory import address_of
 
 # Buckets of tokens per expert that the tables have: 1, 2, 3-4, 5-8, and more.
 BUCKETS_COUNT: Final = 5
-# A sweep needs room for the layer that is computed and the one that is on its way.
-SWEPT_LAYERS_COUNT: Final = 2
-# Of a layer's fair share of slots, what a sweep leaves to the experts it found most used. The rest
-# stays with those that decode steps have shown to be wanted.
-KEPT_SHARE: Final = 0.25
+# A sweep streams so many layers ahead of the one that it computes, and needs room for all of them.
+LAYERS_AHEAD_COUNT: Final = 1
+# Of a layer's fair share of slots a sweep leaves so much to the experts it found most used: twice
+# the share of the experts that have slots, at most all of it. The rest stays with those that decode
+# steps have shown to be wanted. Measured with benchmarks.prefill_residents and by replays of the
+# traces of benchmarks.miss_rate at 7 to 75 %: a fixed quarter makes whole traces miss 0.1 (11 % of
+# the experts resident) to 1.2 points (60 %) more; a whole share at 11 % leaves a new stream worse
+# off than an empty cache would.
+KEPT_PER_RESIDENT: Final = 2.0
 
 _SPLIT_TABLE: Final = 0
 _FILL_TABLE: Final = 1
@@ -48,7 +52,8 @@ class CacheSpec:
     slots_capacity: the most slots there can ever be. fill_misses: every miss is filled, in rounds
     where slots are short (offload); otherwise the table splits them between fills and the CPU.
     rate_bytes_per_s: of the link that the copies stand for, None for as fast as memory copies.
-    order: None for the default order of eviction.
+    order: None for the default order of eviction. kept_share (None: `default_kept_share`) and
+    layers_ahead_count differ from what is served with only to be compared with it.
     """
 
     slots_capacity: int
@@ -56,6 +61,13 @@ class CacheSpec:
     rate_bytes_per_s: float | None = None
     order: KernelOrder | None = None
     numerics: Numerics = "exact"
+    kept_share: float | None = None
+    layers_ahead_count: int = LAYERS_AHEAD_COUNT
+
+
+def default_kept_share(slots_count: int, experts_count: int) -> float:
+    """Of a layer's fair share of slots, what a sweep leaves to the experts it found most used."""
+    return min(1.0, KEPT_PER_RESIDENT * slots_count / experts_count)
 
 
 class ExpertCache:
@@ -105,6 +117,9 @@ class ExpertCache:
                 misses_capacity=self._experts_count,
             ),
         )
+        self._dispatch.set_ahead_count(spec.layers_ahead_count)
+        self._swept_layers_count = 1 + spec.layers_ahead_count
+        self._kept_share = spec.kept_share
         self._resident_base_count = 0
 
     @property
@@ -130,7 +145,7 @@ class ExpertCache:
     @property
     def can_sweep(self) -> bool:
         """Whether there is room for two layers, without which nothing is streamed ahead."""
-        return self.slots_count >= SWEPT_LAYERS_COUNT * self._experts_count
+        return self.slots_count >= self._swept_layers_count * self._experts_count
 
     def set_fill_counts(self, table: Sequence[Sequence[int]]) -> None:
         """Split misses by this table, [buckets][misses + 1] from one or more buckets up.
@@ -182,6 +197,15 @@ class ExpertCache:
         """Free what a sweep holds; for one that was given up."""
         self._dispatch.let_go()
 
+    def residents(self, moe_layer_index: int) -> torch.Tensor:
+        """bool [experts per layer]: those with a slot, also while it is being filled."""
+        first = moe_layer_index * self._experts_count
+        return self._pool.state.slot_of_expert[first : first + self._experts_count] != NOT_RESIDENT
+
+    def set_rate_bytes_per_s(self, rate_bytes_per_s: float | None) -> None:
+        """Change the rate of the link, from the next record on."""
+        self._link.set_rate_bytes_per_s(rate_bytes_per_s)
+
     def prepare_growth(self, slots_count: int) -> None:
         """As of `SlotPool`: commit memory ahead, in a thread beside steps."""
         self._pool.prepare_growth(slots_count)
@@ -200,7 +224,10 @@ class ExpertCache:
             self._count_residents()
         if result.outcome is ResizeOutcome.DEFERRED:
             raise InternalError(f"slots are held although nothing uses them: {result.note}")
-        self._dispatch.set_kept_count(int(KEPT_SHARE * self.slots_count / self._layers_count))
+        share = self._kept_share
+        if share is None:
+            share = default_kept_share(self.slots_count, self._layers_count * self._experts_count)
+        self._dispatch.set_kept_count(int(share * self.slots_count / self._layers_count))
         return result
 
     def verify(self) -> VerifyReport:

@@ -95,6 +95,10 @@ class CacheDispatch:
         """How many of a layer's experts, the most routed ones, a sweep leaves for decode."""
         self._native.set_kept_count(kept_count)
 
+    def set_ahead_count(self, ahead_count: int) -> None:
+        """How many layers a sweep streams ahead of the one it computes."""
+        self._native.set_ahead_count(ahead_count)
+
     def layer_counters(self) -> tuple[LayerCounters, ...]:
         """By MoE layer; from any thread."""
         return tuple(self._layer(index) for index in range(self._layers_count))

@@ -108,6 +108,7 @@ void bind_expert_cache(py::module_& module) {
           "moe_layer_index"_a, py::kw_only(), "wanted"_a, Release())
       .def("let_go", &ExpertCache::let_go, Release())
       .def("set_kept_count", &ExpertCache::set_kept_count, "kept_count"_a)
+      .def("set_ahead_count", &ExpertCache::set_ahead_count, "ahead_count"_a)
       .def("layer_counts", &layer_counts, "moe_layer_index"_a)
       .def_property_readonly("executions_count", &ExpertCache::executions_count)
       .def_property_readonly("streamed_count", &ExpertCache::streamed_count)

@@ -166,8 +166,10 @@ void ExpertCache::run(Executor& executor, const RoutedTokens& routed, const std:
 void ExpertCache::sweep(Executor& executor, const RoutedTokens& routed) {
   check(routed);
   const std::size_t at = routed.moe_layer_index;
-  if (!layers_[at].held) hold(at, nullptr);
-  if (at + 1 < layers_.size() && !layers_[at + 1].held) hold(at + 1, nullptr);
+  const std::size_t end = std::min(at + ahead_count_ + 1, layers_.size());
+  for (std::size_t layer = at; layer < end; ++layer) {
+    if (!layers_[layer].held) hold(layer, nullptr);
+  }
   link_.wait(layers_[at].ticket);
   for (std::size_t expert = 0; expert < records_.size(); ++expert) {
     const std::size_t id = at * records_.size() + expert;

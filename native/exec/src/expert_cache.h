@@ -50,6 +50,8 @@ class ExpertCache {
   void prefetch(std::size_t moe_layer_index, const std::int32_t* wanted);
   // How many experts of a layer a sweep leaves with the key of a use: the most routed ones.
   void set_kept_count(std::size_t kept_count) { kept_count_ = kept_count; }
+  // How many layers a sweep streams ahead of the one it computes. 0 shows what that is worth.
+  void set_ahead_count(std::size_t ahead_count) { ahead_count_ = ahead_count; }
   // Ends what is being streamed and lets go of its slots; a sweep that goes on takes new ones.
   void let_go();
 
@@ -85,6 +87,7 @@ class ExpertCache {
   CachePlanner planner_;
   std::vector<Layer> layers_;
   std::size_t kept_count_ = 0;
+  std::size_t ahead_count_ = 1;
   // Of the call at hand.
   Scratch partial_;                        // [tokens][top_k][hidden]
   std::vector<std::int32_t> pending_;      // [tokens][top_k] experts that have no result yet

@@ -78,7 +78,8 @@ class FillLink {
   std::deque<Job>* next_lane();
   void await(std::unique_lock<std::mutex>& lock, std::uint64_t ticket);
   // False when it was told to stop half-way.
-  bool copy(const Fill& fill, Clock::time_point submitted);
+  // `awaited`: somebody sleeps until this record is there.
+  bool copy(const Fill& fill, Clock::time_point submitted, bool awaited);
   void finish_record(std::deque<Job>& lane);
 
   const Layout layout_;
