@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from freetokend.core.errors import Reason, ResourceError
+from freetokend.core.errors import ConfigError, Reason, ResourceError
 from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts
 from freetokend.device.host_arena import HostArena
@@ -85,10 +85,10 @@ def plan_host_device(
     """Slots and KV pages in the memory that stands for a GPU's. What a GPU would hold besides,
     dense weights and workspace, stays in ordinary memory and is not charged to it.
 
-    ResourceError where the machine has no such memory, ConfigError and ResourceError as of
-    `plan_vram`.
+    ResourceError where the machine has no such memory. Otherwise as of `plan_vram`, but that what
+    does not fit a size that was asked for is a ConfigError.
     """
-    settings, bank, facts = inputs.settings, inputs.bank, inputs.facts
+    settings = inputs.settings
     available_bytes = memory.mem_available_bytes
     if memory.cgroup_available_bytes is not None:
         available_bytes = min(available_bytes, memory.cgroup_available_bytes)
@@ -102,30 +102,46 @@ def plan_host_device(
             'programs, or set engine.device to "none".',
             reason=Reason.HOST_MEMORY,
         )
-    return plan_vram(
-        VramFacts(
-            free_bytes=device_bytes,
-            own_bytes=0,
-            dense_bytes=0,
-            workspace_bytes=0,
-            state_bytes=0,
-            graph_bytes=0,
-            record_bytes=bank.record_bytes,
-            experts_count=bank.experts_count,
-            experts_per_layer_count=bank.experts_per_layer_count,
-            top_k=facts.experts_per_token_count,
-            kv_page_bytes=shape.page_bytes,
-            kv_page_tokens=shape.page_tokens,
-            model_context_tokens=facts.max_context_tokens,
-            max_running_count=settings.max_running_count,
-            cushion_bytes=0,
-        ),
-        VramWishes(
-            preset=Preset(settings.preset),
-            slots_count=settings.slots_count or None,
-            kv_bytes=settings.kv_bytes or None,
-            max_context_tokens=settings.max_context_tokens or None,
-        ),
+    try:
+        return plan_vram(_device_facts(inputs, shape, device_bytes), _wishes(settings))
+    except ResourceError as error:
+        if not settings.device_bytes:
+            raise
+        # Nobody else has a part of it, so that trying again cannot help.
+        raise ConfigError(
+            f"engine.device_bytes = {settings.device_bytes} is too little. {error.message} "
+            "Raise engine.device_bytes.",
+            param="engine.device_bytes",
+        ) from error
+
+
+def _device_facts(inputs: CacheInputs, shape: KvShape, device_bytes: int) -> VramFacts:
+    bank, facts = inputs.bank, inputs.facts
+    return VramFacts(
+        free_bytes=device_bytes,
+        own_bytes=0,
+        dense_bytes=0,
+        workspace_bytes=0,
+        state_bytes=0,
+        graph_bytes=0,
+        record_bytes=bank.record_bytes,
+        experts_count=bank.experts_count,
+        experts_per_layer_count=bank.experts_per_layer_count,
+        top_k=facts.experts_per_token_count,
+        kv_page_bytes=shape.page_bytes,
+        kv_page_tokens=shape.page_tokens,
+        model_context_tokens=facts.max_context_tokens,
+        max_running_count=inputs.settings.max_running_count,
+        cushion_bytes=0,
+    )
+
+
+def _wishes(settings: EngineSettings) -> VramWishes:
+    return VramWishes(
+        preset=Preset(settings.preset),
+        slots_count=settings.slots_count or None,
+        kv_bytes=settings.kv_bytes or None,
+        max_context_tokens=settings.max_context_tokens or None,
     )
 
 

@@ -111,13 +111,13 @@ def test_slots_that_do_not_fit_are_refused_with_the_sum(plan: Plan, base: CacheI
     device_bytes = 4 * MIB
     slots_count = EXPERTS
     assert slots_count * record_bytes <= device_bytes  # it is the KV beside them that is too much
-    with pytest.raises(ResourceError, match="cannot be met") as caught:
+    with pytest.raises(ConfigError, match="cannot be met") as caught:
         plan(device_bytes=device_bytes, slots_count=slots_count, kv_bytes=16 * MIB)
     message = caught.value.message
     assert "engine.slots_count = 32" in message
     assert "32 of 32 slots" in message
-    assert "too little" in message
-    assert caught.value.reason is Reason.DEVICE_MEMORY
+    assert f"engine.device_bytes = {device_bytes} is too little" in message
+    assert caught.value.param == "engine.device_bytes"
 
 
 def test_a_device_that_the_machine_has_no_memory_for_is_refused(plan: Plan) -> None:
@@ -154,7 +154,7 @@ def test_presets_say_what_the_device_is_used_for(plan: Plan) -> None:
     agent = plan(preset="agent", device_bytes=GIB)
     assert agent.slots_count >= 2 * LAYER
     assert minimum.kv_pages_count <= chat.kv_pages_count <= agent.kv_pages_count
-    with pytest.raises(ResourceError, match='"agent"'):
+    with pytest.raises(ConfigError, match='"agent"'):
         plan(preset="agent", device_bytes=2 * MIB)
 
 
