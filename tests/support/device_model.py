@@ -225,6 +225,7 @@ class OnlyOn(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self.calls_count = 0
+        self.names: set[str] = set()
 
     def __torch_dispatch__(
         self,
@@ -235,6 +236,7 @@ class OnlyOn(TorchDispatchMode):
     ) -> object:
         name = func.name().split(".")[0]
         self.calls_count += 1
+        self.names.add(name)
         if name in _WAITING:
             raise WaitsForDeviceError(f"{name} waits for the device")
         self._check(name, (args, kwargs))

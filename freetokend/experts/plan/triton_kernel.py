@@ -8,8 +8,7 @@ level of cache.
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -22,21 +21,12 @@ from freetokend.experts.plan.contract import (
     order_ticks,
     require_int32,
 )
-from freetokend.experts.plan.triton_calls import (
-    Inputs,
-    Outputs,
-    plan_kernel,
-    release_kernel,
-    reserve_kernel,
-)
-from freetokend.experts.plan.triton_steps import Sizes, State
+from freetokend.experts.plan.triton_launch import launch_plan, launch_release, launch_reserve
+from freetokend.experts.plan.triton_steps import Sizes
 from freetokend.experts.residency import ResidencyState
 
 # Four slots to a thread are enough loads in flight; more only need more registers.
 SLOTS_BLOCK: Final = 1024
-# Without a limit the compiler trades a few spilled registers for a second program per
-# multiprocessor, which there never is.
-LAUNCH_OPTIONS: Final = MappingProxyType({"num_warps": 8, "maxnreg": 128})
 # Blocks smaller than half of the threads are no faster.
 _LEAST_BLOCK: Final = 128
 _MOST_PAIRS_BLOCK: Final = 1024
@@ -64,30 +54,25 @@ class TritonPlanner:
                 f"{shape.moe_layers_count} layers of {shape.experts_per_layer_count}"
             )
         self._shape = shape
-        self._sizes = kernel_sizes(shape, order, slots_block=slots_block)
-        self._state = State(
-            slot_of_expert=state.slot_of_expert,
-            expert_of_slot=state.expert_of_slot,
-            slot_key=state.slot_key,
-            demanded_at=state.demanded_at,
-            score=state.score,
-            clock=state.clock,
-            slots_count=state.slots_count,
-        )
-        # A type checker would take what a launch is given for the arguments of a function.
-        self._plan: Any = plan_kernel
-        self._reserve: Any = reserve_kernel
-        self._release: Any = release_kernel
+        self._sizes = [int(one) for one in kernel_sizes(shape, order, slots_block=slots_block)]
+        self._state = [
+            state.slot_of_expert,
+            state.expert_of_slot,
+            state.slot_key,
+            state.demanded_at,
+            state.score,
+            state.clock,
+            state.slots_count,
+        ]
 
     def plan(self, moe_layer_index: int, inputs: PlanInputs, outputs: PlanOutputs) -> None:
         """One MoE layer of a decode step."""
-        self._plan[(1,)](
+        launch_plan(
             self._checked(moe_layer_index),
             self._inputs(inputs),
             self._state,
             self._outputs(outputs),
-            SIZES=self._sizes,
-            **LAUNCH_OPTIONS,
+            self._sizes,
         )
 
     def reserve(
@@ -101,15 +86,13 @@ class TritonPlanner:
         """Slots for a layer, held until `release`."""
         if wanted is not None:
             require_int32("wanted", wanted, (self._shape.experts_per_layer_count,))
-        self._reserve[(1,)](
+        launch_reserve(
             self._checked(moe_layer_index),
-            inputs.fillable if wanted is None else wanted,
+            wanted,
             self._inputs(inputs),
             self._state,
             self._outputs(outputs),
-            SIZES=self._sizes,
-            HAS_WANTED=wanted is not None,
-            **LAUNCH_OPTIONS,
+            self._sizes,
         )
 
     def release(
@@ -121,14 +104,12 @@ class TritonPlanner:
             raise InternalError(
                 f"a prompt of {tokens_count} tokens, or {kept_count} experts to keep: too many"
             )
-        self._release[(1,)](
+        launch_release(
             self._checked(moe_layer_index),
             uses,
-            tokens_count,
-            kept_count,
+            [tokens_count, kept_count],
             self._state,
-            SIZES=self._sizes,
-            **LAUNCH_OPTIONS,
+            self._sizes,
         )
 
     def _checked(self, moe_layer_index: int) -> int:
@@ -138,28 +119,20 @@ class TritonPlanner:
             )
         return moe_layer_index
 
-    def _inputs(self, inputs: PlanInputs) -> Inputs:
+    def _inputs(self, inputs: PlanInputs) -> list[torch.Tensor]:
         inputs.check(self._shape)
-        buckets_count, columns_count = inputs.fill_count.shape
-        return Inputs(
-            routed=inputs.routed,
-            valid_tokens=inputs.valid_tokens,
-            fillable=inputs.fillable,
-            fill_count=inputs.fill_count,
-            buckets_count=buckets_count,
-            columns_count=columns_count,
-        )
+        return [inputs.routed, inputs.valid_tokens, inputs.fillable, inputs.fill_count]
 
-    def _outputs(self, outputs: PlanOutputs) -> Outputs:
+    def _outputs(self, outputs: PlanOutputs) -> list[torch.Tensor]:
         outputs.check(self._shape)
-        return Outputs(
-            physical=outputs.physical,
-            fills=outputs.fills,
-            fills_count=outputs.fills_count,
-            cpu=outputs.cpu,
-            cpu_count=outputs.cpu_count,
-            stats=outputs.stats,
-        )
+        return [
+            outputs.physical,
+            outputs.fills,
+            outputs.fills_count,
+            outputs.cpu,
+            outputs.cpu_count,
+            outputs.stats,
+        ]
 
 
 def kernel_sizes(shape: PlanShape, order: KernelOrder, *, slots_block: int = SLOTS_BLOCK) -> Sizes:

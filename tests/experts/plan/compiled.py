@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from freetokend.experts.plan import triton_calls, triton_launch
 from freetokend.experts.plan.contract import PlanInputs, PlanOutputs, PlanShape
 from freetokend.experts.plan.triton_kernel import TritonPlanner
 from freetokend.experts.residency import ResidencyState
@@ -72,8 +73,8 @@ def compile_all(capability: int) -> dict[str, dict[str, Any]]:
     state = ResidencyState.empty(experts_count=40 * 256, slots_capacity=16384)
     planner = TritonPlanner(state, SHAPE, default_order(40))
     compiled: dict[str, dict[str, Any]] = {}
-    for name in ("_plan", "_reserve", "_release"):
-        setattr(planner, name, Compiling(getattr(planner, name), compiled))
+    for name in ("plan_kernel", "reserve_kernel", "release_kernel"):
+        setattr(triton_launch, name, Compiling(getattr(triton_calls, name), compiled))
 
     def ints(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32)
