@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from freetokend.core.errors import InternalError
 from freetokend.core.model_config import ModelConfig, ModelFamily
 from freetokend.tensor.program import (
     Add,
@@ -42,15 +43,31 @@ _MOE_MODULE: Final[Mapping[ModelFamily, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Buffers:
-    """The row buffers that every layer uses again. `delta`: what a block adds to the residual."""
+    """The row buffers that every layer uses again for attention."""
 
-    residual: int
-    delta: int
-    normed: int
     q: int
     k: int
     v: int
     attended: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stream:
+    """The residual stream of some rows, and what feeds forward. `delta`: what a block adds to it.
+
+    MoE layers use `scores`, `ids` and `weights`, dense ones `gate`, `up` and `inner`; None in a
+    model without such layers.
+    """
+
+    residual: int
+    delta: int
+    normed: int
+    scores: int | None
+    ids: int | None
+    weights: int | None
+    gate: int | None
+    up: int | None
+    inner: int | None
 
 
 class _DecoderBuilder:
@@ -59,39 +76,50 @@ class _DecoderBuilder:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self._program = ProgramBuilder()
-        new, hidden, head = self._program, config.hidden_size, config.head_size
+        new, head = self._program, config.head_size
+        self._tokens = self._stream(Rows.TOKENS)
         self._buffers = _Buffers(
-            residual=new.wide(hidden),
-            delta=new.wide(hidden),
-            normed=new.activation(hidden),
             q=new.wide(config.q_heads_count * head),
             k=new.wide(config.kv_heads_count * head),
             v=new.wide(config.kv_heads_count * head),
             attended=new.activation(config.q_heads_count * head),
         )
-        if config.moe_layer_indices:
-            top_k = config.router.top_k
-            self._scores = new.wide(config.experts_per_layer_count)
-            self._ids = new.buffer(Element.INDEX, top_k)
-            self._weights = new.wide(top_k)
-        if len(config.moe_layer_indices) < config.layers_count:
-            self._gate = new.wide(config.dense_size)
-            self._up = new.wide(config.dense_size)
-            self._inner = new.activation(config.dense_size)
+
+    def _stream(self, rows: Rows) -> _Stream:
+        config, new = self._config, self._program
+        moe = bool(config.moe_layer_indices)
+        dense = len(config.moe_layer_indices) < config.layers_count
+        top_k = config.router.top_k
+        return _Stream(
+            residual=new.wide(config.hidden_size, rows),
+            delta=new.wide(config.hidden_size, rows),
+            normed=new.activation(config.hidden_size, rows),
+            scores=new.wide(config.experts_per_layer_count, rows) if moe else None,
+            ids=new.buffer(Element.INDEX, top_k, rows) if moe else None,
+            weights=new.wide(top_k, rows) if moe else None,
+            gate=new.wide(config.dense_size, rows) if dense else None,
+            up=new.wide(config.dense_size, rows) if dense else None,
+            inner=new.activation(config.dense_size, rows) if dense else None,
+        )
 
     def build(self) -> StepProgram:
-        config, buffers, program = self._config, self._buffers, self._program
+        config, tokens, program = self._config, self._tokens, self._program
         table = Matrix(
             name=_EMBEDDING, out_features=config.vocab_size, in_features=config.hidden_size
         )
-        program.append(Embed(table=table, out=buffers.residual))
+        program.append(Embed(table=table, out=tokens.residual))
         for layer_index in range(config.layers_count):
             # The sum of the layer before is taken together with this layer's norm.
-            self._attention(layer_index, delta=buffers.delta if layer_index else None)
-            self._feed_forward(layer_index)
-        program.append(Add(residual=buffers.residual, delta=buffers.delta))
-        last = program.wide(config.hidden_size, Rows.OUTPUTS)
-        normed = program.activation(config.hidden_size, Rows.OUTPUTS)
+            self._attention(layer_index, delta=tokens.delta if layer_index else None)
+            if layer_index + 1 < config.layers_count:
+                self._feed_forward(layer_index, tokens, delta=tokens.delta)
+        # Behind the last attention nobody reads the rows that want no logits.
+        outputs = self._stream(Rows.OUTPUTS)
+        program.append(
+            Add(residual=tokens.residual, delta=tokens.delta),
+            SelectRows(x=tokens.residual, out=outputs.residual),
+        )
+        self._feed_forward(config.layers_count - 1, outputs, delta=None)
         logits = program.wide(config.vocab_size, Rows.OUTPUTS)
         output = Matrix(
             name=_EMBEDDING if config.tied_embeddings else "lm_head.weight",
@@ -100,26 +128,19 @@ class _DecoderBuilder:
             shared=config.tied_embeddings,
         )
         program.append(
-            SelectRows(x=buffers.residual, out=last),
-            AddRmsNorm(
-                residual=last,
-                delta=None,
-                weight=Vector(name="model.norm.weight", size=config.hidden_size),
-                eps=config.norm_epsilon,
-                out=normed,
-            ),
-            Linear(x=normed, products=(Product(weight=output, bias=None, out=logits),)),
+            self._norm("model.norm", outputs, outputs.delta),
+            Linear(x=outputs.normed, products=(Product(weight=output, bias=None, out=logits),)),
         )
         return program.build(logits)
 
-    def _norm(self, name: str, delta: int | None) -> AddRmsNorm:
+    def _norm(self, name: str, stream: _Stream, delta: int | None) -> AddRmsNorm:
         """delta joins the residual stream, whose norm is taken."""
         return AddRmsNorm(
-            residual=self._buffers.residual,
+            residual=stream.residual,
             delta=delta,
             weight=Vector(name=f"{name}.weight", size=self._config.hidden_size),
             eps=self._config.norm_epsilon,
-            out=self._buffers.normed,
+            out=stream.normed,
         )
 
     def _product(self, name: str, x: int, out: int, *, bias: bool = False) -> Product:
@@ -140,9 +161,9 @@ class _DecoderBuilder:
         config, buffers, program = self._config, self._buffers, self._program
         layer = f"model.layers.{layer_index}"
         name, bias = f"{layer}.self_attn", config.attention_bias
-        x, head_size = buffers.normed, config.head_size
+        x, head_size = self._tokens.normed, config.head_size
         program.append(
-            self._norm(f"{layer}.input_layernorm", delta),
+            self._norm(f"{layer}.input_layernorm", self._tokens, delta),
             Linear(
                 x=x,
                 products=(
@@ -156,7 +177,7 @@ class _DecoderBuilder:
             for buffer, norm in ((buffers.q, "q_norm"), (buffers.k, "k_norm")):
                 weight = Vector(name=f"{name}.{norm}.weight", size=head_size)
                 program.append(HeadNorm(x=buffer, weight=weight, eps=config.norm_epsilon))
-        output = self._product(f"{name}.o_proj", buffers.attended, buffers.delta, bias=bias)
+        output = self._product(f"{name}.o_proj", buffers.attended, self._tokens.delta, bias=bias)
         program.append(
             Rotate(x=buffers.q, rope=config.rope, head_size=head_size),
             Rotate(x=buffers.k, rope=config.rope, head_size=head_size),
@@ -172,51 +193,58 @@ class _DecoderBuilder:
             Linear(x=buffers.attended, products=(output,)),
         )
 
-    def _feed_forward(self, layer_index: int) -> None:
+    def _feed_forward(self, layer_index: int, stream: _Stream, *, delta: int | None) -> None:
         """delta = feed_forward(norm(residual + delta)): routed experts, or one dense SwiGLU."""
         layer = f"model.layers.{layer_index}"
-        self._program.append(self._norm(f"{layer}.post_attention_layernorm", self._buffers.delta))
+        self._program.append(self._norm(f"{layer}.post_attention_layernorm", stream, delta))
         if layer_index in self._config.moe_layer_indices:
             module = _MOE_MODULE[self._config.family]
-            self._moe(f"{layer}.{module}", self._config.moe_layer_indices.index(layer_index))
+            self._moe(
+                f"{layer}.{module}", self._config.moe_layer_indices.index(layer_index), stream
+            )
         else:
-            self._dense(f"{layer}.mlp")
+            self._dense(f"{layer}.mlp", stream)
 
-    def _moe(self, name: str, moe_layer_index: int) -> None:
-        config, buffers = self._config, self._buffers
+    def _moe(self, name: str, moe_layer_index: int, stream: _Stream) -> None:
+        config = self._config
+        scores, ids, weights = map(_there, (stream.scores, stream.ids, stream.weights))
         gate = Matrix(
             name=f"{name}.gate.weight",
             out_features=config.experts_per_layer_count,
             in_features=config.hidden_size,
         )
         self._program.append(
-            RouterProduct(x=buffers.normed, weight=gate, out=self._scores),
-            Route(logits=self._scores, router=config.router, ids=self._ids, weights=self._weights),
+            RouterProduct(x=stream.normed, weight=gate, out=scores),
+            Route(logits=scores, router=config.router, ids=ids, weights=weights),
             Experts(
                 moe_layer_index=moe_layer_index,
-                x=buffers.normed,
-                ids=self._ids,
-                weights=self._weights,
-                out=buffers.delta,
+                x=stream.normed,
+                ids=ids,
+                weights=weights,
+                out=stream.delta,
             ),
         )
 
-    def _dense(self, name: str) -> None:
-        buffers, x = self._buffers, self._buffers.normed
+    def _dense(self, name: str, stream: _Stream) -> None:
+        x = stream.normed
+        gate, up, inner = map(_there, (stream.gate, stream.up, stream.inner))
         self._program.append(
             Linear(
                 x=x,
                 products=(
-                    self._product(f"{name}.gate_proj", x, self._gate),
-                    self._product(f"{name}.up_proj", x, self._up),
+                    self._product(f"{name}.gate_proj", x, gate),
+                    self._product(f"{name}.up_proj", x, up),
                 ),
             ),
-            Glu(gate=self._gate, up=self._up, out=self._inner),
-            Linear(
-                x=self._inner,
-                products=(self._product(f"{name}.down_proj", self._inner, buffers.delta),),
-            ),
+            Glu(gate=gate, up=up, out=inner),
+            Linear(x=inner, products=(self._product(f"{name}.down_proj", inner, stream.delta),)),
         )
+
+
+def _there(buffer: int | None) -> int:
+    if buffer is None:
+        raise InternalError("a layer of a kind that the model does not have")
+    return buffer
 
 
 def decoder_program(config: ModelConfig) -> StepProgram:
