@@ -56,7 +56,7 @@ lint() {
   local bin=$VENV/bin
   "$bin/ruff" check . && "$bin/ruff" format --check . && "$bin/mypy" &&
     find native -type f -regex '.*\.\(cpp\|hpp\|h\)' -exec "$bin/clang-format" --dry-run --Werror {} + &&
-    shellcheck -x packaging/*.sh tests/run.sh .ci/run
+    shellcheck -x packaging/*.sh tests/run.sh tests/gpu/run.sh .ci/run
 }
 
 # The C++ core without Python, its tests under each sanitizer.
