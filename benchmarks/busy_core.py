@@ -26,7 +26,7 @@ from benchmarks.layer_shape import QWEN3
 from benchmarks.memory import PoolBank
 from benchmarks.our_layer import OurLayer
 from benchmarks.result import Row, write
-from benchmarks.rounds import CallSide, Side, foreground, verdict
+from benchmarks.rounds import Burst, CallSide, Side, foreground, is_busy, verdict
 from freetokend.ftw.formats import parse_format
 from freetokend.native.executor import Executor
 
@@ -52,27 +52,30 @@ def busy_loops(cpus: Sequence[int]) -> Iterator[None]:
 
 def measure(
     sides: Sequence[Side], cpus: Sequence[int], rounds_count: int, burst_s: float
-) -> dict[str, list[list[float]]]:
-    """By side: per round the rates with 0, 1 and 2 loops."""
-    rates: dict[str, list[list[float]]] = {side.name: [] for side in sides}
+) -> dict[str, list[list[Burst]]]:
+    """By side: per round the bursts with 0, 1 and 2 loops."""
+    rates: dict[str, list[list[Burst]]] = {side.name: [] for side in sides}
     for side in sides:
         side.burst(burst_s / 3)
     for _ in range(rounds_count):
-        found: dict[str, list[float]] = {side.name: [] for side in sides}
+        found: dict[str, list[Burst]] = {side.name: [] for side in sides}
         for count in range(THREADS_COUNT + 1):
             with busy_loops(cpus[:count]):
                 for side in sides:
                     side.burst(burst_s / 3)  # the scheduler takes a moment to settle
-                    found[side.name].append(side.burst(burst_s).rate)
+                    found[side.name].append(side.burst(burst_s))
         for side in sides:
             rates[side.name].append(found[side.name])
     return rates
 
 
-def rows_of(rates: dict[str, list[list[float]]], case: str, page_bytes: int) -> list[Row]:
-    """What each side keeps, against its own undisturbed speed."""
+def rows_of(bursts: dict[str, list[list[Burst]]], case: str, page_bytes: int) -> list[Row]:
+    """What each side keeps, against its own undisturbed speed; "machine busy" where others were
+    there besides our loops."""
     rows = []
-    for name, rounds in rates.items():
+    for name, played in bursts.items():
+        busy = is_busy([round_[0] for round_ in played])
+        rounds = [[burst.rate for burst in round_] for round_ in played]
         for count in range(1, THREADS_COUNT + 1):
             kept = [found[count] / found[0] for found in rounds]
             goal = GOAL if name == OURS and count == THREADS_COUNT else 0.0
@@ -88,7 +91,7 @@ def rows_of(rates: dict[str, list[list[float]]], case: str, page_bytes: int) -> 
                     ratio_min=min(kept),
                     ratio_max=max(kept),
                     rounds_count=len(kept),
-                    verdict=verdict(kept, goal, busy=False),
+                    verdict=verdict(kept, goal, busy=busy),
                     page_bytes=page_bytes if name == OURS else 0,
                 )
             )

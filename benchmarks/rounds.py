@@ -132,6 +132,17 @@ def verdict(ratios: Sequence[float], goal: float, *, busy: bool) -> str:
     return "pass" if passed else "miss"
 
 
+def is_busy(undisturbed: Sequence[Burst]) -> bool:
+    """Whether too many rounds were disturbed, by what their reference (a ceiling, or ours alone)
+    reached in each: for benchmarks that cannot repeat a round."""
+    best = max(burst.rate for burst in undisturbed)
+    steady_count = sum(
+        burst.cpu_share >= LEAST_CPU_SHARE and burst.rate >= LEAST_CEILING_SHARE * best
+        for burst in undisturbed
+    )
+    return steady_count < PASSING_SHARE * len(undisturbed)
+
+
 def play(sides: Sequence[Side], ceiling: Side, plan: Plan) -> Outcome:
     """Run the rounds; the ceiling is the last of the names."""
     names = (*(side.name for side in sides), ceiling.name)
