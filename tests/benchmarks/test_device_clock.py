@@ -68,7 +68,7 @@ def test_a_link_faster_than_memory_takes_all_of_it() -> None:
     assert replace(OFF, link_bytes_per_s=1e9).usable_link_bytes_per_s == 1e9
 
 
-@pytest.mark.parametrize("label_and_clock", clocks(), ids=lambda one: one[0])
+@pytest.mark.parametrize("label_and_clock", tuple(clocks()), ids=lambda one: one[0])
 def test_the_policys_estimate_is_never_below_the_clock(
     label_and_clock: tuple[str, DeviceClock, bool],
 ) -> None:
