@@ -15,9 +15,6 @@ void bind_fill(py::module_& module) {
       .def_readonly("fills_count", &FillTotals::fills_count)
       .def_readonly("bytes", &FillTotals::bytes)
       .def_readonly("busy_s", &FillTotals::busy_s);
-  py::enum_<FillLane>(module, "FillLane")
-      .value("URGENT", FillLane::kUrgent)
-      .value("BULK", FillLane::kBulk);
   py::class_<FillLink>(module, "FillLink")
       .def(py::init([](Address bank, std::size_t record_bytes, std::size_t experts_count,
                        Address slots, std::size_t slots_capacity, double rate_bytes_per_s) {
@@ -32,11 +29,10 @@ void bind_fill(py::module_& module) {
            "slots_capacity"_a, "rate_bytes_per_s"_a)
       .def(
           "submit",
-          [](FillLink& link, Address fills, std::size_t fills_count, std::size_t slots_count,
-             FillLane lane) {
-            return link.submit(at<const Fill>(fills), fills_count, slots_count, lane);
+          [](FillLink& link, Address fills, std::size_t fills_count, std::size_t slots_count) {
+            return link.submit(at<const Fill>(fills), fills_count, slots_count);
           },
-          "fills"_a, "fills_count"_a, "slots_count"_a, "lane"_a = FillLane::kUrgent, Release())
+          "fills"_a, "fills_count"_a, "slots_count"_a, Release())
       .def("is_done", &FillLink::is_done, "ticket"_a)
       .def("wait", &FillLink::wait, "ticket"_a, Release())
       .def("drain", &FillLink::drain, Release())

@@ -117,6 +117,23 @@ TEST(FillLink, KeepsTheRateAndSleepsMeanwhile) {
   EXPECT_NEAR(link.totals().busy_s, elapsed_s, 0.02);
 }
 
+TEST(FillLink, WhatADecodeStepWaitsForOvertakesWhatIsStreamed) {
+  Memory memory;
+  FillLink link(memory.layout(), 5e6);  // 13 ms for each record
+  const std::vector<Fill> bulk{{0, 0}, {1, 1}, {2, 2}, {3, 3}, {4, 4}, {5, 5}};
+  const std::vector<Fill> urgent{{20, 6}, {21, 7}};
+  const std::uint64_t streamed = link.submit(bulk.data(), bulk.size(), kSlots, FillLane::kBulk);
+  const std::uint64_t wanted = link.submit(urgent.data(), urgent.size(), kSlots);
+  link.wait(wanted);
+  EXPECT_TRUE(memory.holds(6, 20));
+  EXPECT_TRUE(memory.holds(7, 21));
+  EXPECT_FALSE(link.is_done(streamed));
+  link.drain();
+  EXPECT_TRUE(link.is_done(streamed));
+  for (std::size_t slot = 0; slot < bulk.size(); ++slot) EXPECT_TRUE(memory.holds(slot, slot));
+  EXPECT_EQ(link.totals().fills_count, 8U);
+}
+
 TEST(FillLink, RestsAreNotCountedAsBusy) {
   Memory memory;
   FillLink link(memory.layout(), 100e6);
