@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,6 +26,9 @@ from freetokend.experts.gpu.dispatch import (
     FillRecords,
     padded_rows,
 )
+from freetokend.experts.gpu.fill_kernel import fill_records
+from freetokend.experts.gpu.merge_kernel import merge_branches
+from freetokend.experts.gpu.slot_experts import SlotExperts
 from freetokend.experts.plan.contract import CachePlanner, PlanShape
 from freetokend.experts.plan.native import NativePlanner
 from freetokend.experts.residency import ResidencyState
@@ -244,10 +246,8 @@ class Bench:
     def _fill_op(self) -> FillRecords:
         if self.kind.driver is None:
             return self._host_ops().fill
-        kernels = importlib.import_module("freetokend.experts.gpu.fill_kernel")
-
         address = self.bank.mapped.region_address + self.facts.offset_bytes
-        return lambda fills, count: kernels.fill_records(
+        return lambda fills, count: fill_records(
             fills, count, address, self.pool.base_address, self.facts.record_bytes
         )
 
@@ -273,10 +273,7 @@ class Bench:
         return CudaExpertDispatch(spec, ops, planner, self.kind.device)
 
     def _cuda_ops(self, spec: DispatchSpec, ops: BranchOps) -> BranchOps:
-        merge = importlib.import_module("freetokend.experts.gpu.merge_kernel").merge_branches
-        experts = importlib.import_module("freetokend.experts.gpu.slot_experts")
-
-        slots = experts.SlotExperts(
+        slots = SlotExperts(
             self.facts,
             base_address=self.pool.base_address,
             slot_bytes=self.facts.record_bytes,
@@ -285,7 +282,7 @@ class Bench:
             top_k=spec.top_k,
         )
         keeping = partial(slots.decode, keep_others=True)
-        return BranchOps(fill=ops.fill, slots=keeping, merge=merge, fork=ops.fork)
+        return BranchOps(fill=ops.fill, slots=keeping, merge=merge_branches, fork=ops.fork)
 
     def _fork(self) -> CpuFork:
         driver = self.kind.driver

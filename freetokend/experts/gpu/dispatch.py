@@ -196,7 +196,9 @@ class CudaExpertDispatch:
         for round_index in range(lane.rounds_count):
             physical = self._plan(lane, moe_layer_index, round_index).narrow(0, 0, rows_count)
             if self._ops.fork is not None:
+                # Before the fill: the CPU computes while records are on their way.
                 self._fork(self._ops.fork, moe_layer_index, x, routed, physical, weights, y_cpu)
+            self._ops.fill(lane.outputs.fills, lane.outputs.fills_count)
             self._ops.slots(x, physical, weights, y_gpu)
             if round_index:
                 # A slot is above what stands for none.
@@ -227,7 +229,7 @@ class CudaExpertDispatch:
             )
 
     def _plan(self, lane: _Lane, moe_layer_index: int, round_index: int) -> torch.Tensor:
-        """Plan and fill; int32 [rows, k] of the lane."""
+        """int32 [rows, k] of the lane: the slot of each pair, once it is filled."""
         inputs = PlanInputs(
             routed=lane.routed,
             valid_tokens=self.valid_tokens,
@@ -238,7 +240,6 @@ class CudaExpertDispatch:
         is_last = round_index + 1 == lane.rounds_count
         counted = self._counted.select(0, 2 * (round_index > 0) + is_last)
         self.totals.select(0, moe_layer_index).addcmul_(lane.outputs.stats, counted)
-        self._ops.fill(lane.outputs.fills, lane.outputs.fills_count)
         return lane.outputs.physical
 
     def _fork(

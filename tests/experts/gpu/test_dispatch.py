@@ -209,4 +209,4 @@ def test_a_layer_runs_on_a_pretended_gpu_in_this_order(tmp_path: Path) -> None:
             out = dispatch.dispatch(1, x, ids, weights)
         assert "freetokend::cache_plan" in mode.names
         assert (tuple(out.shape), out.dtype, out.device) == ((3, HIDDEN), torch.float32, device)
-    assert noted.calls == ["fill", "fork", "slots", "join", "merge"]
+    assert noted.calls == ["fork", "fill", "slots", "join", "merge"]
