@@ -3,7 +3,8 @@
 `parse_model_config` turns the JSON object into a checked `ModelConfig` (the architecture comes
 from the file, never from tensor names); `model_facts` sums up what the rest of the service needs.
 Options that would change the function the model computes and that are not implemented are
-refused by name (MODEL_UNSUPPORTED), never ignored.
+refused by name (MODEL_UNSUPPORTED), never ignored; of families that are converted but not served
+only what the conversion and sizes of experts take is read.
 """
 
 from __future__ import annotations
@@ -11,39 +12,54 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Final
 
 from freetokend.core.config_fields import ConfigFields
+from freetokend.core.deepseek_v4_config import DeepseekV4Config, parse_deepseek_v4
+from freetokend.core.errors import ModelDataError, Reason
+from freetokend.core.model_families import (
+    FAMILIES,
+    ExpertActivation,
+    FamilyTraits,
+    ModelFamily,
+    WindowRule,
+)
 from freetokend.core.quantization_config import parse_quantization
-from freetokend.core.rope_config import RopeConfig, parse_rope
+from freetokend.core.rope_config import RopeConfig, RopeKind, parse_rope
 
 _WHERE: Final = "config.json"
 _MAX_LAYERS: Final = 4096
 _MAX_SIZE: Final = 1 << 24
 _KV_ELEMENT_BYTES: Final = 2  # keys and values are kept in bf16
-
-
-class ModelFamily(StrEnum):
-    """Families of architectures; values are the `model_type` of their configs."""
-
-    MIXTRAL = "mixtral"
-    QWEN3_MOE = "qwen3_moe"
+DEFAULT_ALPHA: Final = 1.702
 
 
 class RouterScoring(StrEnum):
     """What turns router logits into scores."""
 
     SOFTMAX = "softmax"
+    SQRT_SOFTPLUS = "sqrtsoftplus"
+
+
+class RouterSelection(StrEnum):
+    """Which scores decide. BIASED: scores plus a bias, which is no part of the weights."""
+
+    TOP_K = "top_k"
+    BIASED_TOP_K = "biased_top_k"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """How experts are chosen: score all, take the `top_k` best, perhaps rescale them to sum 1."""
+    """How experts are chosen: score all, take the `top_k` best, perhaps rescale them to sum 1.
+
+    weight_scale: what the weights are multiplied by in the end.
+    """
 
     scoring: RouterScoring
     top_k: int
     renormalise: bool
+    selection: RouterSelection = RouterSelection.TOP_K
+    weight_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +68,11 @@ class ModelConfig:
 
     Sizes are counts of elements. `moe_layer_indices` are the layers with routed experts, in order;
     the position in it is the `moe_layer_index` of expert identities. `window_tokens` is None for
-    full attention. `token_ids` may be any of [0, vocab_size).
+    full attention. `token_ids` may be any of [0, vocab_size). Experts clamp gate and up to
+    activation_limit (0: they do not), and activation_alpha is the slope of swiglu_oai's sigmoid.
+
+    Of families that are converted only (`is_served` is false) `rope` is the rotation of the layers
+    that do not compress, and contexts and sizes of keys and values are not worked out.
     """
 
     architecture: str
@@ -77,6 +97,16 @@ class ModelConfig:
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    activation: ExpertActivation = ExpertActivation.SILU
+    activation_limit: float = 0.0
+    activation_alpha: float = DEFAULT_ALPHA
+    expert_bias: bool = False
+    deepseek_v4: DeepseekV4Config | None = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether this version computes the model."""
+        return FAMILIES[self.architecture].is_served
 
     @property
     def max_context_tokens(self) -> int:
@@ -133,61 +163,22 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """Where a family keeps its fields and what it fixes. None: read the named config field."""
-
-    family: ModelFamily
-    experts_fields: tuple[str, ...]
-    expert_size_field: str
-    default_theta: float
-    default_norm_epsilon: float
-    default_top_k: int
-    default_kv_heads: int | None
-    qk_norm: bool
-    attention_bias: bool | None
-    renormalise: bool | None
-    dense_layers: bool
-    window_needs_flag: bool
-
-
-_FAMILIES: Final[Mapping[str, _Family]] = MappingProxyType(
-    {
-        "MixtralForCausalLM": _Family(
-            family=ModelFamily.MIXTRAL,
-            experts_fields=("num_local_experts", "num_experts"),
-            expert_size_field="intermediate_size",
-            default_theta=1e6,
-            default_norm_epsilon=1e-5,
-            default_top_k=2,
-            default_kv_heads=None,
-            qk_norm=False,
-            attention_bias=False,
-            renormalise=True,
-            dense_layers=False,
-            window_needs_flag=False,
-        ),
-        "Qwen3MoeForCausalLM": _Family(
-            family=ModelFamily.QWEN3_MOE,
-            experts_fields=("num_experts", "num_local_experts"),
-            expert_size_field="moe_intermediate_size",
-            default_theta=1e4,
-            default_norm_epsilon=1e-6,
-            default_top_k=8,
-            default_kv_heads=4,
-            qk_norm=True,
-            attention_bias=None,
-            renormalise=None,
-            dense_layers=True,
-            window_needs_flag=True,
-        ),
-    }
-)
-
-
 def supported_architectures() -> tuple[str, ...]:
-    """Names that may stand in `architectures` of a config.json."""
-    return tuple(_FAMILIES)
+    """Names in `architectures` of a config.json that this version serves."""
+    return tuple(name for name, traits in FAMILIES.items() if traits.is_served)
+
+
+def refuse_unserved(architecture: str) -> None:
+    """ModelDataError (MODEL_UNSUPPORTED) for an architecture that is at most converted."""
+    served = supported_architectures()
+    if architecture not in served:
+        raise ModelDataError(
+            f"the model is a {architecture}, which this version of freetokend "
+            f"{'converts but does' if architecture in FAMILIES else 'does'} not serve yet; it "
+            f"serves {', '.join(served)}. Serve one of those, or keep the directory for a version "
+            f"that serves this one.",
+            reason=Reason.MODEL_UNSUPPORTED,
+        )
 
 
 def parse_model_config(values: Mapping[str, object]) -> ModelConfig:
@@ -211,7 +202,16 @@ def parse_model_config(values: Mapping[str, object]) -> ModelConfig:
     experts = fields.integer(_first_present(fields, family.experts_fields), low=0, high=1 << 20)
     moe_layers = _moe_layers(fields, family, layers_count, experts)
     vocab_size = fields.integer("vocab_size", high=_MAX_SIZE)
-    eos_ids = fields.integers("eos_token_id", low=0, high=vocab_size - 1)
+    expert_size = fields.integer(family.expert_size_field, high=_MAX_SIZE) if moe_layers else 0
+    deepseek_v4 = None
+    if family.family is ModelFamily.DEEPSEEK_V4:
+        deepseek_v4 = parse_deepseek_v4(
+            fields,
+            layers_count=layers_count,
+            q_heads_count=q_heads,
+            head_size=head_size,
+            expert_size=expert_size,
+        )
     return ModelConfig(
         architecture=architecture,
         family=family.family,
@@ -222,19 +222,13 @@ def parse_model_config(values: Mapping[str, object]) -> ModelConfig:
         kv_heads_count=kv_heads,
         head_size=head_size,
         qk_norm=family.qk_norm,
-        attention_bias=(
-            fields.flag("attention_bias", False)
-            if family.attention_bias is None
-            else family.attention_bias
-        ),
+        attention_bias=_attention_bias(fields, family),
         window_tokens=_window(fields, family),
-        rope=parse_rope(
-            fields, default_theta=family.default_theta, max_position_embeddings=max_positions
-        ),
+        rope=_rope(fields, family, max_positions),
         norm_epsilon=fields.number("rms_norm_eps", family.default_norm_epsilon),
         moe_layer_indices=moe_layers,
         experts_per_layer_count=experts if moe_layers else 0,
-        expert_size=(fields.integer(family.expert_size_field, high=_MAX_SIZE) if moe_layers else 0),
+        expert_size=expert_size,
         router=_router(fields, family, experts if moe_layers else None),
         dense_size=(
             fields.integer("intermediate_size", high=_MAX_SIZE)
@@ -244,7 +238,14 @@ def parse_model_config(values: Mapping[str, object]) -> ModelConfig:
         tied_embeddings=fields.flag("tie_word_embeddings", False),
         max_position_embeddings=max_positions,
         bos_token_id=_bos(fields, vocab_size),
-        eos_token_ids=eos_ids,
+        eos_token_ids=fields.integers("eos_token_id", low=0, high=vocab_size - 1),
+        activation=family.activation,
+        activation_limit=(
+            fields.number("swiglu_limit", family.default_limit) if family.default_limit else 0.0
+        ),
+        activation_alpha=fields.number("swiglu_alpha", DEFAULT_ALPHA),
+        expert_bias=family.expert_bias,
+        deepseek_v4=deepseek_v4,
     )
 
 
@@ -254,9 +255,10 @@ def model_facts(
     """Facts of a config.json object; `generation` is generation_config.json, if there is one.
 
     Chat models often end a turn by an id that only generation_config.json lists, so both files'
-    `eos_token_id` count. Raises as `parse_model_config`.
+    `eos_token_id` count. Raises as `parse_model_config`, and where the model is not served.
     """
     config = parse_model_config(values)
+    refuse_unserved(config.architecture)
     eos_ids = config.eos_token_ids
     if generation is not None:
         fields = ConfigFields(generation, "generation_config.json")
@@ -283,19 +285,19 @@ def model_facts(
     )
 
 
-def _family(fields: ConfigFields) -> tuple[str, _Family]:
+def _family(fields: ConfigFields) -> tuple[str, FamilyTraits]:
     names = fields.raw("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.invalid(f"architectures is {names!r}; expected a list of one name.")
-    family = _FAMILIES.get(names[0])
+    family = FAMILIES.get(names[0])
     if family is None:
         raise fields.unsupported(
-            f"architecture {names[0]!r} is not implemented; implemented are {', '.join(_FAMILIES)}."
+            f"architecture {names[0]!r} is not implemented; implemented are {', '.join(FAMILIES)}."
         )
     return names[0], family
 
 
-def _refuse_unsupported(fields: ConfigFields, family: _Family) -> None:
+def _refuse_unsupported(fields: ConfigFields, family: FamilyTraits) -> None:
     found: list[str] = []
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
@@ -306,11 +308,36 @@ def _refuse_unsupported(fields: ConfigFields, family: _Family) -> None:
         found.append("mlp_bias")
     layer_types = fields.raw("layer_types")
     if isinstance(layer_types, list):
-        other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+        other = sorted({str(kind) for kind in layer_types} - family.layer_types)
         if other:
-            found.append(f"layer_types {', '.join(other)} (full_attention is)")
+            known = ", ".join(sorted(family.layer_types))
+            found.append(f"layer_types {', '.join(other)} ({known} {_verb(family.layer_types)})")
     if found:
         raise fields.unsupported("not implemented: " + "; ".join(found) + ".")
+
+
+def _verb(names: frozenset[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _attention_bias(fields: ConfigFields, family: FamilyTraits) -> bool:
+    if family.attention_bias is None:
+        return fields.flag("attention_bias", family.default_attention_bias)
+    return family.attention_bias
+
+
+def _rope(fields: ConfigFields, family: FamilyTraits, max_positions: int) -> RopeConfig:
+    if family.family is ModelFamily.DEEPSEEK_V4:
+        # Of its two rotations this is the plain one; heads are rotated in part.
+        return RopeConfig(
+            kind=RopeKind.DEFAULT,
+            theta=fields.number("rope_theta", family.default_theta, above=1.0),
+            factor=1.0,
+            original_context_tokens=max_positions,
+        )
+    return parse_rope(
+        fields, default_theta=family.default_theta, max_position_embeddings=max_positions
+    )
 
 
 def _head_size(fields: ConfigFields, hidden_size: int, q_heads: int, kv_heads: int) -> int:
@@ -335,7 +362,7 @@ def _first_present(fields: ConfigFields, names: tuple[str, ...]) -> str:
 
 
 def _moe_layers(
-    fields: ConfigFields, family: _Family, layers_count: int, experts: int
+    fields: ConfigFields, family: FamilyTraits, layers_count: int, experts: int
 ) -> tuple[int, ...]:
     if not family.dense_layers:
         if experts == 0:
@@ -350,7 +377,7 @@ def _moe_layers(
     )
 
 
-def _router(fields: ConfigFields, family: _Family, experts: int | None) -> RouterConfig:
+def _router(fields: ConfigFields, family: FamilyTraits, experts: int | None) -> RouterConfig:
     renormalise = (
         fields.flag("norm_topk_prob", False) if family.renormalise is None else family.renormalise
     )
@@ -361,11 +388,22 @@ def _router(fields: ConfigFields, family: _Family, experts: int | None) -> Route
             raise fields.invalid(
                 f"num_experts_per_tok ({top_k}) is above the number of experts ({experts})."
             )
+    if family.family is ModelFamily.DEEPSEEK_V4:
+        return RouterConfig(
+            scoring=RouterScoring.SQRT_SOFTPLUS,
+            top_k=top_k,
+            renormalise=renormalise,
+            selection=RouterSelection.BIASED_TOP_K,
+            weight_scale=fields.number("routed_scaling_factor", 1.5),
+        )
+    # gpt-oss takes the best k and then the softmax of those: the same as all, rescaled.
     return RouterConfig(scoring=RouterScoring.SOFTMAX, top_k=top_k, renormalise=renormalise)
 
 
-def _window(fields: ConfigFields, family: _Family) -> int | None:
-    if family.window_needs_flag and not fields.flag("use_sliding_window", False):
+def _window(fields: ConfigFields, family: FamilyTraits) -> int | None:
+    if family.window is WindowRule.SOME_LAYERS:
+        return None
+    if family.window is WindowRule.IF_FLAGGED and not fields.flag("use_sliding_window", False):
         return None
     if not fields.has("sliding_window"):
         return None

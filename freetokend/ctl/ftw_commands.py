@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from freetokend.core.errors import FreetokenError, reaction
+from freetokend.core.model_config import supported_architectures
 from freetokend.ftw.convert import DEFAULT_SHARD_BYTES, ConvertProgress, convert
 from freetokend.ftw.formats import FORMAT_NAMES, WeightFormat, parse_format
 from freetokend.ftw.index import FtwIndex, read_index
@@ -227,6 +228,7 @@ def describe(index: FtwIndex, *, tensors: bool) -> dict[str, object]:
     document: dict[str, object] = {
         "architecture": index.architecture,
         "model_type": index.model_type,
+        "is_served": index.architecture in supported_architectures(),
         "format_version": index.format_version,
         "layout_version": index.layout_version,
         "identity": index.identity,

@@ -11,6 +11,7 @@ from freetokend.control import check_control
 from freetokend.core.config import ResolvedConfig
 from freetokend.core.errors import ConfigError, ModelDataError
 from freetokend.core.host_facts import HostMemory
+from freetokend.core.model_config import refuse_unserved
 from freetokend.daemon.http import check_http
 from freetokend.ftw.index import INDEX_FILE, FtwIndex, read_index
 from freetokend.link.control_side import LinkServer
@@ -29,7 +30,9 @@ def check_model(directory: Path) -> FtwIndex:
         )
     if not (directory / INDEX_FILE).exists():
         raise ModelDataError(_what_is_there(directory))
-    return read_index(directory)
+    index = read_index(directory)
+    refuse_unserved(index.architecture)
+    return index
 
 
 def _what_is_there(directory: Path) -> str:

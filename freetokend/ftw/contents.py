@@ -70,17 +70,33 @@ class LayerError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DenseError:
+    """What quantisation cost the linear layers of one layer that are no routed experts.
+
+    layer_index: None for what is outside the layers (the output projection); error: RMS of the
+    errors / RMS of the weights, over all of them; worst_tensor: the one with the largest ratio.
+    """
+
+    layer_index: int | None
+    error: float
+    worst_tensor: str
+    worst_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:
     """Where the formats come from.
 
     scheme: how the checkpoint was quantised ("none", or the name its configuration has for it);
     experts_from: weight format that the experts had there; layer_errors: of every MoE layer when
-    the converter quantised the experts itself, none when they were packed as they were.
+    the converter quantised the experts itself, none when they were packed as they were;
+    dense_errors: of every layer of which it quantised other linear layers.
     """
 
     scheme: str
     experts_from: str
     layer_errors: tuple[LayerError, ...] = ()
+    dense_errors: tuple[DenseError, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,11 +182,7 @@ def index_document(index: FtwIndex) -> dict[str, object]:
             "normalise": index.router.normalise,
             "weight_scale": index.router.weight_scale,
         },
-        "quantisation": {
-            "scheme": index.quantisation.scheme,
-            "experts_from": index.quantisation.experts_from,
-            "layer_errors": [asdict(layer) for layer in index.quantisation.layer_errors],
-        },
+        "quantisation": _quantisation_document(index.quantisation),
         "sources": list(index.sources),
         "source": {
             "identity": index.source.identity,
@@ -183,6 +195,17 @@ def index_document(index: FtwIndex) -> dict[str, object]:
             for side in index.side_files
         ],
     }
+
+
+def _quantisation_document(quantisation: Quantisation) -> dict[str, object]:
+    document: dict[str, object] = {
+        "scheme": quantisation.scheme,
+        "experts_from": quantisation.experts_from,
+        "layer_errors": [asdict(layer) for layer in quantisation.layer_errors],
+    }
+    if quantisation.dense_errors:
+        document["dense_errors"] = [asdict(layer) for layer in quantisation.dense_errors]
+    return document
 
 
 def content_identity(index: FtwIndex) -> str:

@@ -12,28 +12,30 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, NoReturn
 
 from freetokend.core.errors import InvalidInputError, ModelDataError, Reason, ResourceError
+from freetokend.core.model_config import supported_architectures
 from freetokend.ftw.checkpoint import Checkpoint
 from freetokend.ftw.contents import (
     FORMAT_VERSION,
     LAYOUT_VERSION,
+    DenseError,
     FtwIndex,
     LayerError,
     Quantisation,
     ShardEntry,
     content_identity,
 )
-from freetokend.ftw.families import EMBEDDING_NAME, HEAD_NAME
+from freetokend.ftw.families import layer_of
 from freetokend.ftw.index import read_index
 from freetokend.ftw.journal import Journal, Progress, Task, finished_bytes, read_progress
 from freetokend.ftw.layer_errors import ErrorLedger
-from freetokend.ftw.layout import BLOCK_BYTES, plan_region
+from freetokend.ftw.layout import BLOCK_BYTES, TensorEntry, plan_region
 from freetokend.ftw.model import ModelSource, Wanted, scheme_name
 from freetokend.ftw.pieces import MadePiece, Piece, make_piece, region_pieces, same_values
 from freetokend.ftw.quantise import QUANTISER_VERSION
@@ -44,6 +46,7 @@ from freetokend.ftw.writer import RegionWriter
 
 AS_IT_COMES: Final = Wanted()
 DEFAULT_SHARD_BYTES: Final = 4 * 1024 * 1024 * 1024
+_SHOWN_COUNT: Final = 5
 # Index, copied files and the file system's own tables, beside the region.
 _SLACK_BYTES: Final = 16 * 1024 * 1024
 
@@ -92,7 +95,15 @@ def convert(
                     conversion.run(threads)
     except OSError as error:
         _raise_disk_error(error, target)
-    return read_index(out_dir)
+    index = read_index(out_dir)
+    if index.architecture not in supported_architectures():
+        note = (
+            f"{index.architecture} is converted but not served yet: this version serves "
+            f"{', '.join(supported_architectures())} and refuses others by name."
+        )
+        done = index.region_bytes
+        progress(ConvertProgress(done_bytes=done, total_bytes=done, note=note))
+    return index
 
 
 class _Conversion:
@@ -141,6 +152,7 @@ class _Conversion:
         """Convert, within the lock of the target."""
         self._check_duplicate_head()
         done = self._resume()
+        self._say_ignored()
         self._errors = ErrorLedger(done.errors)
         self._target.check_space(
             self._plan.region_bytes
@@ -195,12 +207,23 @@ class _Conversion:
             ConvertProgress(done_bytes=done_bytes, total_bytes=self._plan.region_bytes, note=note)
         )
 
+    def _say_ignored(self) -> None:
+        ignored = self._source.ignored
+        if ignored:
+            more = len(ignored) - _SHOWN_COUNT
+            self._say(
+                0,
+                f"{len(ignored)} tensors that nothing computes with are left out: "
+                f"{', '.join(ignored[:_SHOWN_COUNT])}{f' and {more} more' if more > 0 else ''}.",
+            )
+
     def _check_duplicate_head(self) -> None:
         duplicate = self._source.duplicate_head
         if duplicate is not None and not same_values(*duplicate):
             raise ModelDataError(
-                f"config.json ties the output projection to the embedding, but {HEAD_NAME} and "
-                f"{EMBEDDING_NAME} differ in the checkpoint. Correct tie_word_embeddings."
+                f"config.json ties the output projection to the embedding, but "
+                f"{duplicate[0].name} and {duplicate[1].name} differ in the checkpoint. Correct "
+                f"tie_word_embeddings."
             )
 
     def _write_region(self, writer: RegionWriter, threads_count: int) -> None:
@@ -210,23 +233,29 @@ class _Conversion:
             if piece.offset_bytes + piece.length_bytes > writer.offset_bytes
         )
         self._say(writer.offset_bytes)
-        layer: int | None = None
+        last: Piece | None = None
         for piece, made in _made_ahead(pending, threads_count):
-            if piece.moe_layer_index != layer:
-                self._say_error(writer.offset_bytes, layer)
-                layer = piece.moe_layer_index
-            if piece.moe_layer_index is not None:
+            if piece.moe_layer_index is not None or piece.measured is not None:
+                if last is not None and _layer_key(piece) != _layer_key(last):
+                    self._say_error(writer.offset_bytes, last)
+                last = piece
                 end_bytes = piece.offset_bytes + piece.length_bytes
                 self._errors.add(end_bytes, piece.moe_layer_index, made.errors)
             writer.write(piece.offset_bytes, made.data)
             self._say(writer.offset_bytes)
-        self._say_error(writer.offset_bytes, layer)
+        if last is not None:
+            self._say_error(writer.offset_bytes, last)
         writer.finish()
         self._say(writer.offset_bytes)
 
-    def _say_error(self, done_bytes: int, moe_layer_index: int | None) -> None:
-        """Tell what quantisation cost a layer whose last piece has been made."""
-        error = None if moe_layer_index is None else self._layer_error(moe_layer_index)
+    def _say_error(self, done_bytes: int, last: Piece) -> None:
+        """Tell what quantisation cost a layer of whose pieces `last` was the last."""
+        if last.moe_layer_index is None:
+            dense = self._errors.dense(layer_of(last.measured or ""))
+            if dense is not None:
+                self._say(done_bytes, _dense_note(dense, self._plan.tensors))
+            return
+        error = self._layer_error(last.moe_layer_index)
         if error is not None:
             self._say(
                 done_bytes,
@@ -241,10 +270,13 @@ class _Conversion:
 
     def _quantisation(self) -> Quantisation:
         errors = (self._layer_error(layer) for layer in range(self._plan.bank.moe_layers_count))
+        layers = (None, *range(self._source.config.layers_count))
+        dense = (self._errors.dense(layer) for layer in layers)
         return Quantisation(
             scheme=scheme_name(self._checkpoint.config),
             experts_from=str(self._source.experts_from),
             layer_errors=tuple(error for error in errors if error is not None),
+            dense_errors=tuple(error for error in dense if error is not None),
         )
 
     def _index(self, writer: RegionWriter) -> FtwIndex:
@@ -277,6 +309,20 @@ class _Conversion:
             side_files=copy_side_files(self._checkpoint.directory, self._target.temporary),
         )
         return replace(index, identity=content_identity(index))
+
+
+def _layer_key(piece: Piece) -> tuple[int | None, int | None]:
+    """What errors are told together of."""
+    return piece.moe_layer_index, layer_of(piece.measured or "")
+
+
+def _dense_note(error: DenseError, tensors: Mapping[str, TensorEntry]) -> str:
+    what = "outside the layers" if error.layer_index is None else f"layer {error.layer_index}"
+    return (
+        f"{what}: linear layers in {tensors[error.worst_tensor].dtype} differ by "
+        f"{error.error:.4f} of the weights' RMS, most of all {error.worst_tensor} "
+        f"({error.worst_error:.4f})."
+    )
 
 
 def _made_ahead(pieces: Iterator[Piece], threads_count: int) -> Iterator[tuple[Piece, MadePiece]]:

@@ -17,7 +17,7 @@ from freetokend.ftw.layer_errors import ErrorSum
 from freetokend.ftw.layout import BLOCK_BYTES, ShardPlan, blocks_count
 
 JOURNAL_FILE: Final = "conversion.journal"
-_VERSION: Final = 2
+_VERSION: Final = 3
 _MAX_JOURNAL_BYTES: Final = 256 * 1024 * 1024
 
 
@@ -142,7 +142,12 @@ def _errors(value: object) -> tuple[ErrorSum, ...] | None:
     result = []
     for item in value:
         match item:
-            case [int(layer), str(matrix), int() | float() as error, int() | float() as values]:
+            case [
+                int() | None as layer,
+                str(matrix),
+                int() | float() as error,
+                int() | float() as values,
+            ]:
                 result.append(
                     ErrorSum(
                         moe_layer_index=layer,

@@ -11,10 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import fsum, sqrt
 from typing import Final
 
-from freetokend.ftw.contents import LayerError
+from freetokend.ftw.contents import DenseError, LayerError
+from freetokend.ftw.families import layer_of
 from freetokend.ftw.sources import SquaredError
 
 MATRICES: Final = ("gate", "up", "down")
@@ -23,9 +24,12 @@ _DIGITS: Final = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSum:
-    """Sums over the pieces of one matrix kind ("gate", ...) of one MoE layer in one block."""
+    """Sums over the pieces of one matrix kind ("gate", ...) of one MoE layer in one block.
 
-    moe_layer_index: int
+    moe_layer_index: None for a matrix that is no expert's, whose tensor `matrix` then names.
+    """
+
+    moe_layer_index: int | None
     matrix: str
     error: float
     values: float
@@ -44,7 +48,10 @@ class ErrorLedger:
         self._lock = threading.Lock()
 
     def add(
-        self, end_bytes: int, moe_layer_index: int, errors: Iterable[tuple[str, SquaredError]]
+        self,
+        end_bytes: int,
+        moe_layer_index: int | None,
+        errors: Iterable[tuple[str, SquaredError]],
     ) -> None:
         """Sums of a piece that ends at `end_bytes` of the region; pieces come in order."""
         with self._lock:
@@ -69,21 +76,44 @@ class ErrorLedger:
 
     def layer(self, moe_layer_index: int, layer_index: int) -> LayerError | None:
         """What is known of a layer so far; None when nothing was measured."""
-        with self._lock:
-            entries = [entry for block in self._blocks for entry in block]
-            entries += [entry for _, entry in self._waiting]
-        sums = {
-            entry.matrix: entry
-            for entry in _merged(e for e in entries if e.moe_layer_index == moe_layer_index)
-        }
+        sums = self._sums(moe_layer_index)
         if not sums:
             return None
         gate, up, down = (_ratio(sums.get(matrix)) for matrix in MATRICES)
         return LayerError(layer_index=layer_index, gate=gate, up=up, down=down)
 
+    def dense(self, layer_index: int | None) -> DenseError | None:
+        """What is known so far of a layer's matrices that are no experts; None: of what is
+        outside the layers. None when nothing was measured."""
+        sums = [entry for name, entry in self._sums(None).items() if layer_of(name) == layer_index]
+        if not sums:
+            return None
+        worst = max(sums, key=_ratio)
+        whole = ErrorSum(
+            moe_layer_index=None,
+            matrix="",
+            error=fsum(entry.error for entry in sums),
+            values=fsum(entry.values for entry in sums),
+        )
+        return DenseError(
+            layer_index=layer_index,
+            error=_ratio(whole),
+            worst_tensor=worst.matrix,
+            worst_error=_ratio(worst),
+        )
+
+    def _sums(self, moe_layer_index: int | None) -> dict[str, ErrorSum]:
+        with self._lock:
+            entries = [entry for block in self._blocks for entry in block]
+            entries += [entry for _, entry in self._waiting]
+        return {
+            entry.matrix: entry
+            for entry in _merged(e for e in entries if e.moe_layer_index == moe_layer_index)
+        }
+
 
 def _merged(entries: Iterable[ErrorSum]) -> list[ErrorSum]:
-    sums: dict[tuple[int, str], tuple[float, float]] = {}
+    sums: dict[tuple[int | None, str], tuple[float, float]] = {}
     for entry in entries:
         key = (entry.moe_layer_index, entry.matrix)
         error, values = sums.get(key, (0.0, 0.0))

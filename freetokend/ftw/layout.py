@@ -26,7 +26,7 @@ ROWS16: Final = "rows16"
 ROW_MAJOR: Final = "row_major"
 EXPERT_RECORDS: Final = "expert_records"
 
-DTYPE_BYTES: Final = {"bf16": 2, "f32": 4, "u8": 1}
+DTYPE_BYTES: Final = {"bf16": 2, "f32": 4, "i32": 4, "u8": 1}
 
 # Slope of the sigmoid in swiglu_oai; other activations have none.
 DEFAULT_ACTIVATION_ALPHA: Final = 1.702
@@ -60,8 +60,8 @@ def tensor_bytes(dtype: str, shape: Sequence[int], layout: str) -> int:
 class TensorEntry:
     """One tensor of the region.
 
-    dtype: "bf16", "f32" or "u8", with the layout "rows16" a weight format; shape: logical sizes,
-    without padding; layout: "rows16", "row_major" or "expert_records" (then u8 [MoE layers,
+    dtype: "bf16", "f32", "i32" or "u8", with the layout "rows16" a weight format; shape: logical
+    sizes, without padding; layout: "rows16", "row_major" or "expert_records" (then u8 [MoE layers,
     experts per layer, record bytes]).
     """
 

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
+from freetokend.core.deepseek_v4_config import AttentionKind
 from freetokend.core.errors import ModelDataError, Reason
 from freetokend.core.model_config import ModelConfig, parse_model_config
 from freetokend.ftw.checkpoint import Checkpoint
 from freetokend.ftw.contents import RouterSemantics
 from freetokend.ftw.families import (
-    EMBEDDING_NAME,
     FAMILIES,
-    HEAD_NAME,
+    ExpertNaming,
     Family,
     FusedExperts,
+    InterleavedExperts,
     Kind,
     Scope,
     SeparateExperts,
@@ -31,8 +32,20 @@ from freetokend.ftw.families import (
 from freetokend.ftw.formats import BF16, WeightFormat, record_layout
 from freetokend.ftw.layout import ROW_MAJOR, ROWS16, BankSpec, TensorSpec
 from freetokend.ftw.matrix import MatrixSource
+from freetokend.ftw.rule_sizes import rule_sizes
+from freetokend.ftw.safetensors import SourceTensor
+from freetokend.ftw.schemes.gpt_oss import GptOssScheme
 from freetokend.ftw.schemes.scheme import Scheme
-from freetokend.ftw.sources import DequantisedMatrix, PlainMatrix, QuantisedMatrix, VectorSource
+from freetokend.ftw.sources import (
+    ID_DTYPES,
+    DequantisedMatrix,
+    IdTable,
+    PlainMatrix,
+    PlainVector,
+    QuantisedMatrix,
+    TransposedMatrix,
+    VectorSource,
+)
 
 CONVERTIBLE_DTYPES: Final = ("BF16", "F16", "F32")
 _MAX_EXPERTS_COUNT: Final = 1_000_000
@@ -62,10 +75,12 @@ class ModelSource:
     """The tensors of a checkpoint, resolved against its family and accounted for.
 
     tensors: specification and origin of everything but the routed experts, in region order;
-    consumed: every source tensor that has a use; duplicate_head: output projection and embedding as
-    bf16 where both were saved though they are one; experts_from: format of the experts in the
-    checkpoint. ModelDataError names what is unknown, missing, left over, of the wrong shape, of a
-    type that cannot be converted, or of a width that the format wanted does not have.
+    consumed: every source tensor that has a use; ignored: those that nothing computes with;
+    quantised_dense: names of tensors that are brought into another format on the way;
+    duplicate_head: output projection and embedding as bf16 where both were saved though they are
+    one; experts_from: format of the experts in the checkpoint. ModelDataError names what is
+    unknown, missing, left over, of the wrong shape, of a type that cannot be converted, or of a
+    width that the format wanted does not have.
     """
 
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme, wanted: Wanted) -> None:
@@ -93,12 +108,17 @@ class ModelSource:
         self._scheme = scheme
         self._wanted = wanted
         self._plain: set[str] = set()
-        self._sizes = _sizes(self.config)
+        self._sizes = rule_sizes(self.config)
+        self._moe_layers = frozenset(self.config.moe_layer_indices)
         self._naming = self._expert_naming()
+        self._embedding = self._found(family.embedding, None)
         self.duplicate_head: tuple[MatrixSource, MatrixSource] | None = None
-        self.tensors: tuple[tuple[TensorSpec, MatrixSource], ...] = tuple(self._place_all())
+        self.quantised_dense: set[str] = set()
+        self.tensors: tuple[tuple[TensorSpec, MatrixSource | IdTable], ...] = tuple(
+            self._place_all()
+        )
         self.experts_from, self._format = self._check_experts()
-        self._check_leftovers()
+        self.ignored = self._check_leftovers()
 
     @property
     def consumed(self) -> set[str]:
@@ -107,13 +127,15 @@ class ModelSource:
 
     @property
     def requantises(self) -> bool:
-        """Whether the experts change their format on the way."""
-        return self._format != self.experts_from
+        """Whether experts or other linear layers change their format on the way."""
+        return self._format != self.experts_from or bool(self.quantised_dense)
 
     def bank_spec(self) -> BankSpec:
         """What the planner needs to know of the experts."""
         config = self.config
-        layout = record_layout(self._format, config.hidden_size, config.expert_size)
+        layout = record_layout(
+            self._format, config.hidden_size, config.expert_size, has_bias=config.expert_bias
+        )
         return BankSpec(
             format=str(self._format),
             record_bytes=layout.record_bytes,
@@ -121,108 +143,185 @@ class ModelSource:
             hidden_size=config.hidden_size,
             intermediate_size=config.expert_size,
             moe_layer_indices=config.moe_layer_indices,
-            activation="silu",
+            activation=config.activation.value,
+            activation_limit=config.activation_limit,
+            activation_alpha=config.activation_alpha,
+            has_bias=config.expert_bias,
         )
 
     def router_semantics(self) -> RouterSemantics:
         """How this model chooses its experts."""
         return RouterSemantics(
             scoring=self.config.router.scoring.value,
-            selection="top_k",
+            selection=self.config.router.selection.value,
             top_k_count=self.config.router.top_k,
             normalise=self.config.router.renormalise,
-            weight_scale=self._family.weight_scale,
+            weight_scale=self.config.router.weight_scale,
         )
 
     def expert(self, moe_layer_index: int, expert: int) -> ExpertSource:
         """Where an expert's matrices are (0-based within its layer), in the bank's format."""
+        found = self._expert(moe_layer_index, expert)
         gate, up, down = (
             self._in_format(matrix, self._wanted.experts, "--quantize")
-            for matrix in self._expert(moe_layer_index, expert)
+            for matrix in (found.gate, found.up, found.down)
         )
-        return ExpertSource(gate=gate, up=up, down=down)
+        return ExpertSource(gate=gate, up=up, down=down, biases=found.biases)
 
-    def _expert(
-        self, moe_layer_index: int, expert: int
-    ) -> tuple[MatrixSource, MatrixSource, MatrixSource]:
-        """gate, up and down as the checkpoint has them."""
+    def _expert(self, moe_layer_index: int, expert: int) -> ExpertSource:
+        """The expert as the checkpoint has it."""
         layer = self.config.moe_layer_indices[moe_layer_index]
         hidden, inner = self.config.hidden_size, self.config.expert_size
         match self._naming:
             case SeparateExperts(gate=gate, up=up, down=down):
-                return (
-                    self._matrix(gate.format(layer=layer, expert=expert), (inner, hidden)),
-                    self._matrix(up.format(layer=layer, expert=expert), (inner, hidden)),
-                    self._matrix(down.format(layer=layer, expert=expert), (hidden, inner)),
+                return ExpertSource(
+                    gate=self._matrix(gate.format(layer=layer, expert=expert), (inner, hidden)),
+                    up=self._matrix(up.format(layer=layer, expert=expert), (inner, hidden)),
+                    down=self._matrix(down.format(layer=layer, expert=expert), (hidden, inner)),
                 )
             case FusedExperts(gate_up=gate_up, down=down):
                 count = self.config.experts_per_layer_count
                 both = self._rows(gate_up.format(layer=layer), (count, 2 * inner, hidden))
                 downs = self._rows(down.format(layer=layer), (count, hidden, inner))
-                return (
-                    both.part(expert * 2 * inner, inner),
-                    both.part(expert * 2 * inner + inner, inner),
-                    downs.part(expert * hidden, hidden),
+                return ExpertSource(
+                    gate=both.part(expert * 2 * inner, inner),
+                    up=both.part(expert * 2 * inner + inner, inner),
+                    down=downs.part(expert * hidden, hidden),
                 )
+            case InterleavedExperts(prefix=prefix):
+                return self._interleaved_expert(prefix.format(layer=layer), expert)
 
-    def _expert_naming(self) -> SeparateExperts | FusedExperts:
+    def _interleaved_expert(self, prefix: str, expert: int) -> ExpertSource:
+        """An expert of gpt-oss, in mxfp4 or plain."""
+        config = self.config
+        count, hidden, inner = (
+            config.experts_per_layer_count,
+            config.hidden_size,
+            config.expert_size,
+        )
+        if isinstance(self._scheme, GptOssScheme):
+            found = self._scheme.expert(prefix, expert, experts=count, hidden=hidden, inner=inner)
+            return ExpertSource(
+                gate=found.gate,
+                up=found.up,
+                down=found.down,
+                biases=(found.gate_bias, found.up_bias, found.down_bias),
+            )
+        both = self._rows(prefix + "gate_up_proj", (count, hidden, 2 * inner))
+        both = both.part(expert * hidden, hidden)
+        down = self._rows(prefix + "down_proj", (count, inner, hidden)).part(expert * inner, inner)
+        bias = self._rows(prefix + "gate_up_proj_bias", (count, 2 * inner)).part(expert, 1)
+        return ExpertSource(
+            gate=TransposedMatrix(matrix=both, first=0, step=2, rows_count=inner),
+            up=TransposedMatrix(matrix=both, first=1, step=2, rows_count=inner),
+            down=TransposedMatrix(matrix=down, first=0, step=1, rows_count=hidden),
+            biases=(
+                PlainVector(matrix=bias, first=0, step=2),
+                PlainVector(matrix=bias, first=1, step=2),
+                PlainVector(
+                    matrix=self._rows(prefix + "down_proj_bias", (count, hidden)).part(expert, 1)
+                ),
+            ),
+        )
+
+    def _expert_naming(self) -> ExpertNaming:
         layer = self.config.moe_layer_indices[0]
         for naming in self._family.experts:
+            if isinstance(naming, InterleavedExperts):
+                return naming
             if self._scheme.has(naming.down.format(layer=layer, expert=0)):
                 return naming
         return self._family.experts[0]
 
-    def _place_all(self) -> Iterator[tuple[TensorSpec, MatrixSource]]:
+    def _place_all(self) -> Iterator[tuple[TensorSpec, MatrixSource | IdTable]]:
         for rule in self._family.rules:
             if rule.scope is Scope.MODEL:
                 yield from self._place(rule, None)
-        moe_layers = frozenset(self.config.moe_layer_indices)
         for layer in range(self.config.layers_count):
-            absent = Scope.DENSE_LAYER if layer in moe_layers else Scope.MOE_LAYER
             for rule in self._family.rules:
-                if rule.scope not in (Scope.MODEL, absent):
+                if rule.scope is not Scope.MODEL and self._occurs(rule.scope, layer):
                     yield from self._place(rule, layer)
+
+    def _occurs(self, scope: Scope, layer: int) -> bool:
+        """Whether tensors of this scope exist in a layer."""
+        special = self.config.deepseek_v4
+        match scope:
+            case Scope.MOE_LAYER:
+                return layer in self._moe_layers
+            case Scope.DENSE_LAYER:
+                return layer not in self._moe_layers
+            case Scope.SPARSE_LAYER:
+                return special is not None and special.attention[layer] is AttentionKind.SPARSE
+            case Scope.HEAVY_LAYER:
+                return special is not None and special.attention[layer] is AttentionKind.HEAVY
+            case Scope.HASH_LAYER:
+                return special is not None and layer in special.hash_layer_indices
+            case Scope.SCORED_LAYER:
+                return special is not None and layer not in special.hash_layer_indices
+            case _:
+                return True
 
     def _place(
         self, rule: TensorRule, layer: int | None
-    ) -> Iterator[tuple[TensorSpec, MatrixSource]]:
-        names = [name.format(layer=layer) for name in rule.names]
-        shape = tuple(self._sizes[size] for size in rule.shape)
+    ) -> Iterator[tuple[TensorSpec, MatrixSource | IdTable]]:
         if rule.when is When.ATTENTION_BIAS and not self.config.attention_bias:
             return
+        shape = tuple(self._sizes[size] for size in rule.shape)
+        indexed = rule.names[0].format(layer=layer)
+        name = self._found(rule, layer)
         if rule.when is When.UNTIED and self.config.tied_embeddings:
-            if self._scheme.has(names[0]):
-                # Some writers save the tied matrix twice; the converter compares the two.
-                head, embedding = (
-                    self._in_format(self._matrix(name, shape), BF16, "")
-                    for name in (names[0], EMBEDDING_NAME)
-                )
-                self.duplicate_head = (head, embedding)
-            tied = self._tied_head(shape)
-            if tied.format != BF16:
-                yield self._linear(names[0], shape, tied)
+            yield from self._place_tied(indexed, name, shape)
             return
-        name = next((name for name in names if self._scheme.has(name)), names[0])
         match rule.kind:
             case Kind.LINEAR:
                 matrix = self._in_format(
                     self._matrix(name, shape), self._wanted.dense, "--quantize-dense"
                 )
-                yield self._linear(names[0], shape, matrix)
+                yield self._linear(indexed, shape, matrix)
             case Kind.EMBEDDING:
                 embedding = self._in_format(self._matrix(name, shape), BF16, "")
                 # One matrix serves both ends of the model if it may be bf16 at both.
                 shared = self.config.tied_embeddings and self._tied_head(shape).format == BF16
                 layout = ROWS16 if shared else ROW_MAJOR
-                spec = TensorSpec(name=names[0], dtype="bf16", shape=shape, layout=layout)
+                spec = TensorSpec(name=indexed, dtype="bf16", shape=shape, layout=layout)
                 yield spec, embedding
-            case Kind.VECTOR | Kind.ROUTER:
-                spec = TensorSpec(name=names[0], dtype="f32", shape=shape, layout=ROW_MAJOR)
+            case Kind.VECTOR | Kind.ROUTER | Kind.EXACT:
+                spec = TensorSpec(name=indexed, dtype="f32", shape=shape, layout=ROW_MAJOR)
                 yield spec, self._rows(name, shape)
+            case Kind.IDS:
+                spec = TensorSpec(name=indexed, dtype="i32", shape=shape, layout=ROW_MAJOR)
+                yield (
+                    spec,
+                    IdTable(
+                        checkpoint=self._checkpoint,
+                        tensor=self._plain_tensor(name, shape, ID_DTYPES),
+                        ids_count=self.config.experts_per_layer_count,
+                    ),
+                )
+
+    def _found(self, rule: TensorRule, layer: int | None) -> str:
+        """What the checkpoint calls a tensor; the first name when it lacks it."""
+        names = [name.format(layer=layer) for name in rule.names]
+        return next((name for name in names if self._scheme.has(name)), names[0])
+
+    def _place_tied(
+        self, indexed: str, name: str, shape: tuple[int, ...]
+    ) -> Iterator[tuple[TensorSpec, MatrixSource]]:
+        """The output projection of a model that ties it to the embedding."""
+        if self._scheme.has(name):
+            # Some writers save the tied matrix twice; the converter compares the two.
+            head, embedding = (
+                self._in_format(self._matrix(one, shape), BF16, "")
+                for one in (name, self._embedding)
+            )
+            self.duplicate_head = (head, embedding)
+        tied = self._tied_head(shape)
+        if tied.format != BF16:
+            yield self._linear(indexed, shape, tied)
 
     def _tied_head(self, shape: tuple[int, ...]) -> MatrixSource:
         """The output projection of a model that ties it to the embedding."""
-        embedding = self._matrix(EMBEDDING_NAME, shape)
+        embedding = self._matrix(self._embedding, shape)
         return self._in_format(embedding, self._wanted.dense, "--quantize-dense")
 
     def _linear(
@@ -234,6 +333,8 @@ class ModelSource:
                 f"--quantize-dense with another format, or bf16, to convert it into.",
                 reason=Reason.MODEL_UNSUPPORTED,
             )
+        if isinstance(matrix, QuantisedMatrix):
+            self.quantised_dense.add(name)
         return TensorSpec(name=name, dtype=str(matrix.format), shape=shape, layout=ROWS16), matrix
 
     def _in_format(
@@ -249,7 +350,11 @@ class ModelSource:
                 f"{option}.",
                 reason=Reason.MODEL_UNSUPPORTED,
             )
-        values = matrix if isinstance(matrix, PlainMatrix) else DequantisedMatrix(matrix=matrix)
+        values = (
+            matrix
+            if isinstance(matrix, PlainMatrix | TransposedMatrix)
+            else DequantisedMatrix(matrix=matrix)
+        )
         return QuantisedMatrix(values, wanted)
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> MatrixSource:
@@ -258,6 +363,18 @@ class ModelSource:
         return self._scheme.matrix(name, rows, columns) or self._rows(name, shape)
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> PlainMatrix:
+        return PlainMatrix(
+            checkpoint=self._checkpoint,
+            tensor=self._plain_tensor(name, shape, CONVERTIBLE_DTYPES),
+            first_row=0,
+            rows_count=prod(shape[:-1]),
+            columns_count=shape[-1],
+        )
+
+    def _plain_tensor(
+        self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]
+    ) -> SourceTensor:
+        """The tensor of this shape and of one of the types, counted as used."""
         tensor = self._scheme.tensor(name)
         if tensor is None and self._scheme.has(name):
             raise ModelDataError(
@@ -275,24 +392,18 @@ class ModelSource:
                 f"{tensor.file}: tensor {name} has the shape {list(tensor.shape)}; config.json "
                 f"says {list(shape)}."
             )
-        if tensor.dtype not in CONVERTIBLE_DTYPES:
+        if tensor.dtype not in dtypes:
             raise ModelDataError(
-                f"{tensor.file}: tensor {name} is {tensor.dtype}; only "
-                f"{', '.join(CONVERTIBLE_DTYPES)} can be converted.",
+                f"{tensor.file}: tensor {name} is {tensor.dtype}; only {', '.join(dtypes)} can be "
+                f"converted.",
                 reason=Reason.MODEL_UNSUPPORTED,
             )
         self._plain.add(tensor.name)
-        return PlainMatrix(
-            checkpoint=self._checkpoint,
-            tensor=tensor,
-            first_row=0,
-            rows_count=prod(shape[:-1]),
-            columns_count=shape[-1],
-        )
+        return tensor
 
     def _check_experts(self) -> tuple[WeightFormat, WeightFormat]:
         """The experts' format in the checkpoint and in the bank, having looked at all of them."""
-        first = self._expert(0, 0)[0]
+        first = self._expert(0, 0).gate
         wanted = self._wanted.experts or first.format
         for moe_layer_index in range(len(self.config.moe_layer_indices)):
             for expert in range(self.config.experts_per_layer_count):
@@ -307,15 +418,16 @@ class ModelSource:
                         )
         return first.format, wanted
 
-    def _check_leftovers(self) -> None:
+    def _check_leftovers(self) -> tuple[str, ...]:
+        """Names of tensors that may be left out; ModelDataError when others are left."""
         consumed = self.consumed
-        left = [
-            name
-            for name in self._checkpoint.tensors
-            if name not in consumed
-            and not self._scheme.ignorable(name)
-            and not any(pattern.fullmatch(name) for pattern in self._family.ignorable)
-        ]
+        left: list[str] = []
+        ignored: list[str] = []
+        for name in self._checkpoint.tensors:
+            if name in consumed or self._scheme.ignorable(name):
+                continue
+            may_go = any(pattern.fullmatch(name) for pattern in self._family.ignorable)
+            (ignored if may_go else left).append(name)
         if left:
             more = f" and {len(left) - _SHOWN_COUNT} more" if len(left) > _SHOWN_COUNT else ""
             raise ModelDataError(
@@ -323,6 +435,7 @@ class ModelSource:
                 f"config.json has no use for: {', '.join(sorted(left)[:_SHOWN_COUNT])}{more}. "
                 f"Leaving them out would change the model, so it is not converted."
             )
+        return tuple(sorted(ignored))
 
 
 def scheme_name(config: Mapping[str, object]) -> str:
@@ -334,23 +447,8 @@ def scheme_name(config: Mapping[str, object]) -> str:
     return "none"
 
 
-def _sizes(config: ModelConfig) -> dict[str, int]:
-    """The names of sizes that rules use."""
-    return {
-        "hidden": config.hidden_size,
-        "vocab": config.vocab_size,
-        "head": config.head_size,
-        "q_width": config.q_heads_count * config.head_size,
-        "kv_width": config.kv_heads_count * config.head_size,
-        "experts": config.experts_per_layer_count,
-        "dense": config.dense_size,
-    }
-
-
 __all__ = [
     "CONVERTIBLE_DTYPES",
-    "EMBEDDING_NAME",
-    "HEAD_NAME",
     "ExpertSource",
     "ModelSource",
     "Wanted",

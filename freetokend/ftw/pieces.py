@@ -7,7 +7,7 @@ make several at once, and can start again anywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final
 
@@ -31,6 +31,7 @@ from freetokend.ftw.model import ExpertSource, ModelSource
 from freetokend.ftw.packing_blocks import pack_blocks
 from freetokend.ftw.packing_record import pack_down, pack_gate_up, pack_trailer
 from freetokend.ftw.sources import (
+    IdTable,
     PlainMatrix,
     QuantisedMatrix,
     SquaredError,
@@ -41,6 +42,7 @@ from freetokend.ftw.sources import (
 # Elements of a piece: large enough for efficient reads, small enough that its arrays stay near the
 # cache and the temporaries of quantisation stay few.
 _PIECE_COUNT: Final = 2 * 1024 * 1024
+_ID_BYTES: Final = 4
 
 
 class Form(Enum):
@@ -52,6 +54,7 @@ class Form(Enum):
     GATE_UP = auto()
     DOWN = auto()
     TRAILER = auto()
+    IDS = auto()
 
 
 # The matrices of an expert, whose errors are told; others are not measured.
@@ -64,7 +67,8 @@ class Piece:
 
     From rows [first_row, first_row + rows_count) of each of `parts`: gate and up for GATE_UP, all
     three matrices for TRAILER. moe_layer_index: whose expert it is a part of, None for none;
-    biases and record: for TRAILER.
+    measured: the tensor that it is a part of, if what its quantisation costs is to be told; biases
+    and record: for TRAILER; ids: for IDS.
     """
 
     offset_bytes: int
@@ -74,13 +78,15 @@ class Piece:
     first_row: int
     rows_count: int
     moe_layer_index: int | None = None
+    measured: str | None = None
     biases: tuple[VectorSource, ...] = ()
     record: RecordLayout | None = None
+    ids: IdTable | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadePiece:
-    """The bytes of a piece, and what quantisation cost: "gate", "up" or "down" and its sums."""
+    """The bytes of a piece, and what quantisation cost: sums by "gate", "up", "down" or tensor."""
 
     data: NDArray[np.uint8]
     errors: tuple[tuple[str, SquaredError], ...] = ()
@@ -89,7 +95,13 @@ class MadePiece:
 def region_pieces(source: ModelSource, plan: RegionPlan) -> Iterator[Piece]:
     """All pieces in region order; the gaps between them are zeros."""
     for spec, matrix in source.tensors:
-        yield from _tensor_pieces(plan.tensors[spec.name], matrix)
+        entry = plan.tensors[spec.name]
+        if isinstance(matrix, IdTable):
+            yield from _id_pieces(entry, matrix)
+            continue
+        measured = spec.name if spec.name in source.quantised_dense else None
+        for piece in _tensor_pieces(entry, matrix):
+            yield replace(piece, measured=measured)
     bank = plan.bank
     for moe_layer_index in range(bank.moe_layers_count):
         for expert in range(bank.experts_per_layer_count):
@@ -135,6 +147,8 @@ def make_piece(piece: Piece) -> MadePiece:
 
     ModelDataError names a source tensor that holds a number which its format cannot.
     """
+    if piece.ids is not None:
+        return MadePiece(data=_raw(piece.ids.read_ids(piece.first_row, piece.rows_count)))
     if piece.form is Form.F32:
         (part,) = piece.parts
         if not isinstance(part, PlainMatrix):
@@ -145,7 +159,7 @@ def make_piece(piece: Piece) -> MadePiece:
         biases = [bias.read() for bias in piece.biases]
         return MadePiece(data=pack_trailer(piece.record, factors, biases))
     matrices, errors = [], []
-    names = _MEASURED.get(piece.form, ())
+    names = _MEASURED.get(piece.form, ()) if piece.measured is None else (piece.measured,)
     for position, part in enumerate(piece.parts):
         if isinstance(part, QuantisedMatrix):
             matrix, values = part.read_both(piece.first_row, piece.rows_count)
@@ -197,6 +211,22 @@ def _tensor_pieces(entry: TensorEntry, matrix: MatrixSource) -> Iterator[Piece]:
         length_bytes = block_bytes(parse_format(entry.dtype), columns)
         return _cut(entry.offset_bytes, Form.BLOCKS, (matrix,), length_bytes, None)
     return _cut(entry.offset_bytes, Form.BF16, (matrix,), columns * 2 * ROWS_PER_BLOCK, None)
+
+
+def _id_pieces(entry: TensorEntry, table: IdTable) -> Iterator[Piece]:
+    rows_count, columns = entry.shape
+    step = max(_PIECE_COUNT // columns, 1)
+    for first in range(0, rows_count, step):
+        count = min(step, rows_count - first)
+        yield Piece(
+            offset_bytes=entry.offset_bytes + first * columns * _ID_BYTES,
+            length_bytes=count * columns * _ID_BYTES,
+            form=Form.IDS,
+            parts=(),
+            first_row=first,
+            rows_count=count,
+            ids=table,
+        )
 
 
 def _cut(

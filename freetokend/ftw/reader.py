@@ -57,7 +57,8 @@ class FtwDirectory:
         return out
 
     def tensor(self, name: str) -> NDArray[np.generic]:
-        """A tensor in its logical shape: fp32, whatever its format; u8 for expert records.
+        """A tensor in its logical shape: fp32, whatever its format; u8 for expert records, i32
+        for tables of expert ids.
 
         ModelDataError when there is no such tensor. Reads the whole tensor into memory.
         """
@@ -69,6 +70,8 @@ class FtwDirectory:
             return raw.reshape(entry.shape)
         if entry.dtype == "f32":
             return raw.view(np.float32).reshape(entry.shape)
+        if entry.dtype == "i32":
+            return raw.view(np.int32).reshape(entry.shape)
         if entry.layout == ROWS16:
             rows, columns = entry.shape
             matrix = unpack_blocks(raw, parse_format(entry.dtype), rows, columns)

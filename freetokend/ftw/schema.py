@@ -17,6 +17,7 @@ from freetokend.ftw.contents import (
     FORMAT_VERSION,
     INDEX_FILE,
     LAYOUT_VERSION,
+    DenseError,
     FtwIndex,
     LayerError,
     Quantisation,
@@ -54,12 +55,12 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
 _FILE: Final = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,254}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _XXH3: Final = re.compile(r"[0-9a-f]{16}")
-_LAYOUTS: Final = {ROWS16: (), ROW_MAJOR: ("bf16", "f32"), EXPERT_RECORDS: ("u8",)}
+_LAYOUTS: Final = {ROWS16: (), ROW_MAJOR: ("bf16", "f32", "i32"), EXPERT_RECORDS: ("u8",)}
 _ACTIVATIONS: Final = re.compile("silu|gelu|gelu_tanh|swiglu_oai")
 _MAX_ACTIVATION_NUMBER: Final = 1e6
 _MAX_ERROR: Final = 1e9
-_SCORINGS: Final = re.compile("softmax")
-_SELECTIONS: Final = re.compile("top_k")
+_SCORINGS: Final = re.compile("softmax|sqrtsoftplus")
+_SELECTIONS: Final = re.compile("top_k|biased_top_k")
 
 
 def parse_index(directory: Path) -> FtwIndex:
@@ -321,9 +322,31 @@ def _quantisation(member: JsonObject) -> Quantisation:
         scheme=member.text("scheme", _NAME),
         experts_from=member.text("experts_from", _NAME),
         layer_errors=tuple(layers),
+        dense_errors=_dense_errors(member) if member.has("dense_errors") else (),
     )
     member.finish()
     return result
+
+
+def _dense_errors(member: JsonObject) -> tuple[DenseError, ...]:
+    result = []
+    for value in member.items("dense_errors", MAX_LAYERS_COUNT):
+        entry = JsonObject(value, f"{member.where}: dense_errors")
+        layer = entry.get("layer_index")
+        if layer is not None:
+            layer = entry.as_integer("layer_index", layer, 0, MAX_LAYERS_COUNT)
+        result.append(
+            DenseError(
+                layer_index=layer,
+                error=entry.number("error", 0.0, _MAX_ERROR),
+                worst_tensor=entry.text("worst_tensor", _NAME),
+                worst_error=entry.number("worst_error", 0.0, _MAX_ERROR),
+            )
+        )
+        entry.finish()
+    if not result:
+        member.fail("dense_errors", "is empty; an index without any leaves it out")
+    return tuple(result)
 
 
 def _sources(root: JsonObject) -> tuple[str, ...]:

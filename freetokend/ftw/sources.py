@@ -29,6 +29,8 @@ U8 = NDArray[np.uint8]
 
 # Elements that are looked at together where only a sum is wanted.
 _SUM_COUNT: Final = 256 * 1024
+_INTEGERS: Final = {"I32": np.int32, "I64": np.int64}
+ID_DTYPES: Final = tuple(_INTEGERS)
 
 
 class ValueSource(Protocol):
@@ -108,6 +110,94 @@ class PlainMatrix:
         row_bytes = self.columns_count * (4 if self.tensor.dtype == "F32" else 2)
         start_bytes = (self.first_row + first_row) * row_bytes
         return self.checkpoint.read(self.tensor, start_bytes, count * row_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransposedMatrix:
+    """Columns first, first + step, .. of a plain matrix as rows: a `MatrixSource` of bf16.
+
+    Every reading reads all of `matrix`: of a file's rows only a part is of use.
+    """
+
+    matrix: PlainMatrix
+    first: int
+    step: int
+    rows_count: int
+
+    @property
+    def name(self) -> str:
+        """See `MatrixSource`."""
+        return self.matrix.name
+
+    @property
+    def format(self) -> WeightFormat:
+        """bf16."""
+        return BF16
+
+    @property
+    def columns_count(self) -> int:
+        """See `MatrixSource`."""
+        return self.matrix.rows_count
+
+    def read_rows(self, first_row: int, count: int) -> QuantMatrix:
+        """See `MatrixSource`."""
+        whole = self.matrix.read_rows(0, self.matrix.rows_count)
+        codes = whole.codes[:, self._columns(first_row, count)].T.astype(np.uint16, order="C")
+        return QuantMatrix(
+            format=BF16, rows_count=count, columns_count=self.columns_count, codes=codes
+        )
+
+    def read_values(self, first_row: int, count: int) -> F32:
+        """See `ValueSource`; exact."""
+        whole = self.matrix.read_values(0, self.matrix.rows_count)
+        return np.ascontiguousarray(whole[:, self._columns(first_row, count)].T)
+
+    def _columns(self, first_row: int, count: int) -> slice:
+        start = self.first + first_row * self.step
+        return slice(start, start + count * self.step, self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainVector:
+    """Elements first, first + step, .. of a plain matrix of one row: a `VectorSource`."""
+
+    matrix: PlainMatrix
+    first: int = 0
+    step: int = 1
+
+    def read(self) -> F32:
+        """See `VectorSource`; ModelDataError when an element is not finite."""
+        values = self.matrix.read_values(0, 1)[0, self.first :: self.step].copy()
+        if not np.isfinite(values).all():
+            raise ModelDataError(
+                f"{self.matrix.tensor.file}: tensor {self.matrix.name} holds a bias that is not "
+                f"finite."
+            )
+        return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdTable:
+    """A plain table of integers from 0 to ids_count - 1: of experts, by token."""
+
+    checkpoint: Checkpoint
+    tensor: SourceTensor
+    ids_count: int
+
+    def read_ids(self, first_row: int, count: int) -> NDArray[np.int32]:
+        """int32 [count, columns]. ModelDataError when one is out of range."""
+        columns = self.tensor.shape[1]
+        kind = np.dtype(_INTEGERS[self.tensor.dtype])
+        row_bytes = columns * kind.itemsize
+        raw = self.checkpoint.read(self.tensor, first_row * row_bytes, count * row_bytes)
+        ids = raw.view(kind).reshape(count, columns)
+        wrong = ids[(ids < 0) | (ids >= self.ids_count)]
+        if wrong.size:
+            raise ModelDataError(
+                f"{self.tensor.file}: tensor {self.tensor.name} holds the expert {wrong[0]}; there "
+                f"are {self.ids_count}. Download it again."
+            )
+        return ids.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

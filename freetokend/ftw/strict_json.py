@@ -124,6 +124,10 @@ class JsonObject:
         """Raise the error for the value of `key`."""
         raise ModelDataError(f"{self.where}: {key} {why}.")
 
+    def has(self, key: str) -> bool:
+        """Whether there is such a key, for those that may be left out."""
+        return key in self._values
+
     def get(self, key: str) -> object:
         """The raw value; ModelDataError when it is absent."""
         if key not in self._values:

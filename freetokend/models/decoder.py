@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Final
 
 from freetokend.core.errors import InternalError
-from freetokend.core.model_config import ModelConfig, ModelFamily
+from freetokend.core.model_config import ModelConfig
+from freetokend.core.model_families import ModelFamily
 from freetokend.tensor.program import (
     Add,
     AddRmsNorm,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from freetokend.core.model_config import ModelConfig, ModelFamily, parse_model_config
+from freetokend.core.model_config import ModelConfig, parse_model_config, refuse_unserved
+from freetokend.core.model_families import ModelFamily
 from freetokend.models.decoder import decoder_program
 from freetokend.tensor.program import StepProgram
 
@@ -22,4 +23,5 @@ def build_program(model_config: Mapping[str, object]) -> StepProgram:
     binds the program to them.
     """
     config = parse_model_config(model_config)
+    refuse_unserved(config.architecture)
     return _BUILDERS[config.family](config)
