@@ -1,11 +1,12 @@
-"""A whole model on the CPU: ours against llama.cpp at the same tensor types and transformers.
+"""A whole model on the CPU: ours, llama.cpp at the same tensor types, vLLM and transformers.
 
 usage: python -m benchmarks.cpu_model --directory DIR [--quick] [--json FILE] [--types ...]
 
 The model is `synthetic_model`'s: full-width Qwen3-MoE layers with random weights, one set of codes
 for all programs (5 GB of files per type and 4 layers, kept in DIR). Decode of 128 tokens in one
 sequence, of 32 in 4, 16 and 32 sequences, and a prompt of 512. llama.cpp is timed by its own
-llama-bench and llama-batched-bench, transformers in bf16. Rates are tokens per second.
+llama-bench and llama-batched-bench; vLLM's CPU build and transformers are timed in bf16. Rates are
+tokens per second.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks.our_model import OurSide, converted, our_engine
 from benchmarks.peers.cache import PeerUnavailableError
 from benchmarks.peers.child import Child
 from benchmarks.peers.llama_cpp import LlamaSide, ensure_llama_bench
+from benchmarks.peers.vllm_cpu import vllm_child
 from benchmarks.result import Row, write
 from benchmarks.rounds import Plan, Side, foreground, play_rivals
 from benchmarks.synthetic_model import (
@@ -46,6 +48,8 @@ DECODE_GOAL: Final = {"bf16": 1.2, "q8_0": 1.7, "q4_0": 1.7, "mxfp4": 1.7, "nvfp
 # Ahead of llama.cpp with many sequences and on prompts.
 AHEAD: Final = 1.0
 PROMPT: Final = 512
+# "vllm-eager" is vLLM without the minutes in which it compiles its graph.
+RIVALS: Final = ("llama.cpp", "vllm", "transformers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,7 @@ class Bench:
             Executor(cpus) as executor,
             ExitStack() as stack,
         ):
-            hf = self._transformers(stack, model, cpus)
+            children = self._children(stack, model, cpus)
             programs = self._llama_programs()
             for work in self.works:
                 rivals: list[Side] = []
@@ -114,8 +118,7 @@ class Bench:
                             tokens=work.tokens,
                         )
                     )
-                if hf is not None and self._takes(hf, work):
-                    rivals.append(hf)
+                rivals += [child for child in children if self._takes(child, work)]
                 ceiling = CeilingSide(executor, self.ceiling)
                 ceiling.bytes_per_unit = token_bytes(model)
                 self._play(work, model, built, [*rivals], ceiling)
@@ -149,9 +152,9 @@ class Bench:
         self.rows.append(row)
         print(f"  {row.text()}", flush=True)
 
-    def _takes(self, hf: Child, work: Work) -> bool:
+    def _takes(self, child: Child, work: Work) -> bool:
         try:
-            hf.ask("batch", sequences=work.sequences, tokens=work.tokens)
+            child.ask("batch", sequences=work.sequences, tokens=work.tokens)
         except PeerUnavailableError as error:
             self.notes.append(f"left out of {work.name}: {error}")
             return False
@@ -166,18 +169,31 @@ class Bench:
             self.notes.append(f"left out: {error}")
             return None
 
-    def _transformers(
+    def _children(
         self, stack: ExitStack, model: SyntheticModel, cpus: Sequence[int]
-    ) -> Child | None:
-        if "transformers" not in self.rivals or model.experts != "bf16":
-            return None
-        child = stack.enter_context(Child("transformers", "benchmarks.peers.hf_child", cpus))
-        try:
-            child.ask("open", directory=str(model.checkpoint), threads_count=len(cpus))
-        except PeerUnavailableError as error:
-            self.notes.append(f"left out: {error}")
-            return None
-        return child
+    ) -> list[Child]:
+        """The rivals that read the checkpoint, in bf16, with the model loaded."""
+        opened: list[Child] = []
+        if model.experts != "bf16" or model.dense != "bf16":
+            return opened
+        for name in self.rivals:
+            about: dict[str, object] = {
+                "directory": str(model.checkpoint),
+                "threads_count": len(cpus),
+            }
+            try:
+                if name == "transformers":
+                    child = Child("transformers", "benchmarks.peers.hf_child", cpus)
+                elif name in ("vllm", "vllm-eager"):
+                    about["compiled"] = name == "vllm"
+                    child = vllm_child(cpus, compiled=name == "vllm")
+                else:
+                    continue
+                stack.enter_context(child).ask("open", **about)
+                opened.append(child)
+            except PeerUnavailableError as error:
+                self.notes.append(f"left out: {error}")
+        return opened
 
 
 def main() -> None:
@@ -189,9 +205,12 @@ def main() -> None:
     parser.add_argument("--types", default=",".join(TYPES), help="EXPERTS+DENSE, ...")
     parser.add_argument("--layers", default="4", help="such as 4,6")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, each a case")
-    parser.add_argument("--rivals", default="llama.cpp,transformers")
+    parser.add_argument("--rivals", default=",".join(RIVALS))
     parser.add_argument("--first", action="store_true", help="before other sessions; needs root")
     options = parser.parse_args()
+    rivals = options.rivals.split(",")
+    if unknown := set(rivals) - {*RIVALS, "vllm-eager", "none"}:
+        parser.error(f"--rivals: {', '.join(sorted(unknown))}: known are {', '.join(RIVALS)}, none")
     works = [Work(sequences=1, tokens=32 if options.quick else 128)]
     if not options.quick:
         works += [Work(sequences=count, tokens=32) for count in (4, 16, 32)]
@@ -200,7 +219,7 @@ def main() -> None:
         directory=options.directory,
         plan=Plan.quick() if options.quick else Plan(burst_s=1.0),
         first=options.first,
-        rivals=options.rivals.split(","),
+        rivals=rivals,
         works=works,
         ceiling=HugeMemory(CEILING_BYTES),
     )

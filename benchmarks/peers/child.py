@@ -38,12 +38,14 @@ class Child:
         cpus: Sequence[int],
         *,
         environment: Mapping[str, str] | None = None,
+        python: Path | None = None,
     ) -> None:
+        """python: of an environment of the rival's own."""
         self._name = name
         # no context: the file lives as long as the child, which writes its complaints there
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, ",".join(map(str, cpus))],
+            [str(python or sys.executable), "-m", module, ",".join(map(str, cpus))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
