@@ -89,6 +89,7 @@ class Bench:
     first: bool
     rivals: Sequence[str]
     works: Sequence[Work]
+    numerics: str
     ceiling: HugeMemory
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -100,7 +101,7 @@ class Bench:
         )
         directory = converted(model)
         with (
-            our_engine(directory, cpus) as built,
+            our_engine(directory, cpus, self.numerics) as built,
             Executor(cpus) as executor,
             ExitStack() as stack,
         ):
@@ -135,9 +136,10 @@ class Bench:
         with foreground(self.first):
             outcome = play_rivals(ours, rivals, ceiling, self.plan, self.notes)
         print(f"  {outcome.disturbance()}", flush=True)
+        fast = " fast" if self.numerics == "fast" else ""
         case = (
             f"{model.layers_count} layers {model.experts}+{model.dense} {work.name} "
-            f"{built.threads_count} threads {built.kernel}"
+            f"{built.threads_count} threads {built.kernel}{fast}"
         )
         for rival in rivals:
             if rival.name not in outcome.names:
@@ -205,15 +207,17 @@ def main() -> None:
     parser.add_argument("--types", default=",".join(TYPES), help="EXPERTS+DENSE, ...")
     parser.add_argument("--layers", default="4", help="such as 4,6")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, each a case")
+    parser.add_argument("--numerics", choices=("exact", "fast"), default="exact")
+    parser.add_argument("--batches", default="1,4,16,32", help="sequences that decode, each a case")
     parser.add_argument("--rivals", default=",".join(RIVALS))
     parser.add_argument("--first", action="store_true", help="before other sessions; needs root")
     options = parser.parse_args()
     rivals = options.rivals.split(",")
     if unknown := set(rivals) - {*RIVALS, "vllm-eager", "none"}:
         parser.error(f"--rivals: {', '.join(sorted(unknown))}: known are {', '.join(RIVALS)}, none")
-    works = [Work(sequences=1, tokens=32 if options.quick else 128)]
-    if not options.quick:
-        works += [Work(sequences=count, tokens=32) for count in (4, 16, 32)]
+    batches = [int(count) for count in ("1" if options.quick else options.batches).split(",")]
+    single = 32 if options.quick else 128
+    works = [Work(sequences=count, tokens=single if count == 1 else 32) for count in batches]
     works.append(Work(sequences=0, tokens=PROMPT))
     bench = Bench(
         directory=options.directory,
@@ -221,6 +225,7 @@ def main() -> None:
         first=options.first,
         rivals=rivals,
         works=works,
+        numerics=options.numerics,
         ceiling=HugeMemory(CEILING_BYTES),
     )
     cpus = sorted(os.sched_getaffinity(0))

@@ -49,7 +49,9 @@ def converted(model: SyntheticModel) -> FtwDirectory:
 
 
 @contextmanager
-def our_engine(directory: FtwDirectory, cpus: Sequence[int]) -> Iterator[BuiltEngine]:
+def our_engine(
+    directory: FtwDirectory, cpus: Sequence[int], numerics: str = "exact"
+) -> Iterator[BuiltEngine]:
     """An engine over a pool of its own; nothing of it may be used afterwards."""
     index = directory.index
     memory = HostMemory(mem_available_bytes=_available_bytes())
@@ -69,6 +71,7 @@ def our_engine(directory: FtwDirectory, cpus: Sequence[int]) -> Iterator[BuiltEn
             step_tokens=STEP_TOKENS,
             max_context_tokens=2048,
             kv_bytes=1 << 30,
+            numerics=numerics,
         )
         with attached.mapping as mapping:
             yield build_engine(
