@@ -105,6 +105,7 @@ class StepLoop:
                 decode_tokens_count=counts.decode_tokens_count,
                 step_s=self._step_s,
                 preemptions_count=counts.preemptions_count,
+                sweeps_count=counts.sweeps_count,
             )
         )
 

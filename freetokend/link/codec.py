@@ -348,6 +348,7 @@ def _encode_stats(stats: EngineStats) -> pb.EngineStats:
         pin_note=stats.pin_note,
         expert_executions_count=stats.expert_executions_count,
         preemptions_count=stats.preemptions_count,
+        sweeps_count=stats.sweeps_count,
     )
 
 
@@ -368,6 +369,7 @@ def _decode_stats(stats: pb.EngineStats) -> EngineStats:
         pin_note=stats.pin_note,
         expert_executions_count=stats.expert_executions_count,
         preemptions_count=stats.preemptions_count,
+        sweeps_count=stats.sweeps_count,
     )
 
 

@@ -177,6 +177,7 @@ class EngineStats:
     pin_note: str = ""
     expert_executions_count: int = 0
     preemptions_count: int = 0
+    sweeps_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

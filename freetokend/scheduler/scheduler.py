@@ -27,6 +27,7 @@ from freetokend.engine.work import SequenceOutcome, StepOutcome, StepWork
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.link.messages import FinishReason, GenerateRequest, SequenceUpdate
 from freetokend.policy.admission import AdmissionState, Refused, decide_admission
+from freetokend.scheduler.budget import TokenBudget
 from freetokend.scheduler.limits import (
     SchedulerCounts,
     SchedulerLimits,
@@ -45,6 +46,10 @@ from freetokend.scheduler.shares import (
 # A sequence that runs alone after a failed step does so in small chunks: should the cause have
 # been the size of the step, it gets through.
 ISOLATED_CHUNK_TOKENS: Final = 64
+# Successes before a step or a sweep that memory was short for may grow again: a step that fails
+# sends everyone in it through a step alone, a sweep that fails costs its prompts a sweep.
+STEPS_PATIENCE_COUNT: Final = 1024
+SWEEPS_PATIENCE_COUNT: Final = 16
 
 
 class Scheduler:
@@ -67,8 +72,14 @@ class Scheduler:
         self._isolating_sweep = False
         self._isolated_last = False
         self._next_key = 0
-        self._step_tokens = limits.step_tokens
-        self._sweep_tokens = limits.sweep_tokens
+        self._step_budget = TokenBudget(
+            limits.step_tokens,
+            least_tokens=limits.max_running_count + 1,
+            patience_count=STEPS_PATIENCE_COUNT,
+        )
+        self._sweep_budget = TokenBudget(
+            limits.sweep_tokens, least_tokens=0, patience_count=SWEEPS_PATIENCE_COUNT
+        )
         self._sweep_from_tokens = limits.sweep_from_tokens
         self._draining = False
         self._steps_count = 0
@@ -184,6 +195,10 @@ class Scheduler:
         """Take a computed step into account: KV, sampled tokens, ends."""
         in_flight = self._take_in_flight()
         self._steps_count += 1
+        self._step_budget.succeeded()
+        # A machine without memory for any sweep computes no sweep that could say it has some now.
+        if self._sweep_budget.tokens < self._sweep_from_tokens:
+            self._sweep_budget.succeeded()
         self._take_computed(in_flight, outcome)
 
     def step_failed(self, fault: StepFault) -> bool:
@@ -196,8 +211,7 @@ class Scheduler:
         in_flight = self._take_in_flight()
         self._step_faults_count += 1
         if fault.memory:
-            smallest = self._limits.max_running_count + 1
-            self._step_tokens = max(self._step_tokens // 2, smallest)
+            self._step_budget.fell_short(self._step_budget.tokens)
         if len(in_flight) > 1 or in_flight[0][1] > ISOLATED_CHUNK_TOKENS:
             for sequence, count in in_flight:
                 sequence.suspect_count = count
@@ -221,9 +235,10 @@ class Scheduler:
         self._require_between_steps()
         if self._sweep is not None:
             raise InternalError("a sweep was planned while another is being computed")
-        if not 0 < self._sweep_from_tokens <= self._sweep_tokens or self._suspect() is not None:
+        most_tokens = self._sweep_budget.tokens
+        if not 0 < self._sweep_from_tokens <= most_tokens or self._suspect() is not None:
             return None
-        shares = sweep_shares(self._roster, self._sweep_tokens, self._sweep_from_tokens)
+        shares = sweep_shares(self._roster, most_tokens, self._sweep_from_tokens)
         chosen = [share for share in self._roster.with_pages(shares) if not share[0].is_decoding]
         if sum(count for _, count in chosen) < self._sweep_from_tokens:
             return None  # who decodes took the pages; the rest keeps those it got
@@ -235,6 +250,7 @@ class Scheduler:
     def commit_sweep(self, outcome: StepOutcome) -> None:
         """Take a computed sweep into account, for those that have not ended meanwhile."""
         self._sweeps_count += 1
+        self._sweep_budget.succeeded()
         self._take_computed(self._take_sweep(), outcome)
 
     def sweep_failed(self, fault: StepFault) -> None:
@@ -247,7 +263,7 @@ class Scheduler:
         sweep = self._take_sweep()
         self._step_faults_count += 1
         if fault.memory:
-            self._sweep_tokens = min(self._sweep_tokens, tokens_count) // 2
+            self._sweep_budget.fell_short(tokens_count)
             return
         self._isolating_sweep = True
         for sequence, count in sweep:
@@ -272,10 +288,10 @@ class Scheduler:
             return [(suspect, min(suspect.suspect_count, ISOLATED_CHUNK_TOKENS))]
         self._isolating_sweep = self._isolated_last = False
         if self._sweep is None:
-            shares = step_shares(self._roster, self._step_tokens)
+            shares = step_shares(self._roster, self._step_budget.tokens)
         else:
             shares = step_shares_beside_sweep(
-                self._roster, self._step_tokens, self._sweep_from_tokens
+                self._roster, self._step_budget.tokens, self._sweep_from_tokens
             )
         return self._roster.with_pages(shares)
 

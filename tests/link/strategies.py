@@ -58,6 +58,7 @@ stats = st.builds(
     pin_note=texts,
     expert_executions_count=u64,
     preemptions_count=u64,
+    sweeps_count=u64,
 )
 updates = st.builds(
     SequenceUpdate,

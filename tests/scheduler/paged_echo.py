@@ -43,13 +43,13 @@ class PagedEchoEngine:
         self._memory: dict[tuple[int, int], int] = {}
         self._poison_ids = poison_ids
         self._nan_ids = nan_ids
-        self._largest_step_tokens = largest_step_tokens
+        self.largest_step_tokens = largest_step_tokens
         self.steps: list[StepWork] = []
 
     def run(self, work: StepWork) -> StepOutcome:
         assert len({sequence.key for sequence in work.sequences}) == len(work.sequences)
         self.steps.append(work)
-        if work.tokens_count > self._largest_step_tokens:
+        if work.tokens_count > self.largest_step_tokens:
             raise MemoryError("the step is too large")
         for sequence in work.sequences:
             assert len(sequence.token_ids) > 0

@@ -113,7 +113,7 @@ class SweepBench(Bench):
     def _planned_sweep(self) -> StepWork | None:
         """The sweep; it has everyone who fits, oldest first."""
         scheduler, roster = self.scheduler, self.roster
-        most, least = scheduler._sweep_tokens, scheduler._sweep_from_tokens
+        most, least = scheduler._sweep_budget.tokens, scheduler._sweep_from_tokens
         suspects = any(one.suspect_count for one in roster.running)
         prefills = [one for one in roster.running if not one.is_decoding]
         eligible = sorted(prefills + self._fitting(), key=lambda one: one.key)

@@ -116,6 +116,11 @@ _ENGINE: Final = (
         "Running requests that the present engine had to set back.",
         "model",
     ),
+    _counter(
+        "engine_sweeps_total",
+        "Prefills of the present engine that streamed every layer of experts, to their end.",
+        "model",
+    ),
     _gauge("requests_running", "Requests being computed.", "model"),
     _gauge("requests_waiting", "Requests waiting for a place.", "model"),
     _gauge("requests_running_limit", "Requests that may be computed together.", "model"),
