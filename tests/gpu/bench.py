@@ -24,6 +24,7 @@ from freetokend.experts.gpu.dispatch import (
     CudaExpertDispatch,
     DispatchSpec,
     FillRecords,
+    MergeBranches,
     padded_rows,
 )
 from freetokend.experts.gpu.fill_kernel import fill_records
@@ -33,10 +34,13 @@ from freetokend.experts.plan.contract import CachePlanner, PlanShape
 from freetokend.experts.plan.native import NativePlanner
 from freetokend.experts.residency import ResidencyState
 from freetokend.experts.slot_pool import SlotPool
-from freetokend.kvcache.batch import KvBatch
+from freetokend.kvcache.batch import KvBatch, KvStore
+from freetokend.kvcache.gpu.pages import DevicePages
+from freetokend.kvcache.gpu.triton_store import TritonKvStore
 from freetokend.native.cpu_branch import CpuBranch
 from freetokend.native.executor import Executor
 from freetokend.policy.eviction import default_order
+from freetokend.policy.kv_sizing import KvShape
 from freetokend.tensor.cuda_program import CudaProgram
 from freetokend.tensor.program import Embed, Op, Route
 from freetokend.tensor.protocols import ExpertDispatch, StepInput, StepRunner
@@ -44,6 +48,7 @@ from freetokend.tensor.state_dict_weights import StateDictWeights
 from freetokend.tensor.torch_program import TorchProgram
 from tests.experts.gpu.bf16_banks import bf16_bank
 from tests.experts.gpu.reference_ops import ReferenceOps
+from tests.kvcache.gpu.contexts import SEQUENCES, Contexts
 from tests.support.device_model import (
     DensePages,
     SmallShape,
@@ -56,6 +61,8 @@ from tests.support.recorded_graphs import RepeatingBackend
 ROWS_CAPACITY: Final = 4
 BUCKETS: Final = 2
 _PAGES: Final = 64
+_PAGES_CAPACITY: Final = 8
+_ATTENTION_PAGE_TOKENS: Final = 32
 
 HOST_SHAPE: Final = SmallShape(layers=2, hidden=256, inter=256, experts=8, top_k=2)
 # Layers of the shape of a Qwen3.6 model with 35B parameters; fewer of them and fewer experts.
@@ -202,20 +209,52 @@ class Bench:
             found.append(Reference(logits=logits, margins=probe.margins))
         return found
 
-    def graphed(self, program: StepRunner, pages: DensePages) -> GraphedProgram:
+    def graphed(self, program: StepRunner, pages: KvStore) -> GraphedProgram:
         """The program of the device, by graphs."""
         return GraphedProgram(
             program,
             pages,
             self.kind.backend(),
-            GraphSpec(rows_capacity=ROWS_CAPACITY, pages_capacity=8, padding_page=_PAGES - 1),
+            GraphSpec(
+                rows_capacity=ROWS_CAPACITY, pages_capacity=_PAGES_CAPACITY, padding_page=_PAGES - 1
+            ),
             begin_step=self.dispatch.begin_step,
             device=self.kind.device,
         )
 
-    def pages(self, device: torch.device | str) -> DensePages:
-        """Keys and values of one run."""
-        return DensePages(self.shape, _PAGES, device=device)
+    def pages(self, device: torch.device | str) -> KvStore:
+        """Keys and values of one run: a GPU's by its own kernels."""
+        if torch.device(device).type == "cpu":
+            return DensePages(self.shape, _PAGES, device=device)
+        shape = self.shape
+        kv_shape = KvShape(
+            layers_count=shape.layers,
+            kv_heads_count=shape.kv_heads,
+            head_size=shape.head_size,
+            element_bytes=2,
+            page_tokens=shape.page_tokens,
+        )
+        pages = DevicePages.take(kv_shape, _PAGES, torch.device(device))
+        return TritonKvStore(pages, context_tokens=_PAGES_CAPACITY * shape.page_tokens)
+
+    def attention(self, contexts: Contexts) -> KvStore:
+        """Room for these contexts on the device."""
+        heads = contexts.heads
+        if self.kind.driver is not None:
+            pages = contexts.pages(_ATTENTION_PAGE_TOKENS, self.kind.device)
+            return TritonKvStore(pages, context_tokens=contexts.context)
+        shape = SmallShape(
+            heads=heads.queries,
+            kv_heads=heads.keys,
+            head_size=heads.size,
+            page_tokens=_ATTENTION_PAGE_TOKENS,
+        )
+        return DensePages(shape, SEQUENCES * -(-contexts.context // _ATTENTION_PAGE_TOKENS))
+
+    @property
+    def merge(self) -> MergeBranches:
+        """The device's."""
+        return self._host_ops().merge if self.kind.driver is None else merge_branches
 
     def step(self, number: int, *, rows: int = 3) -> tuple[StepInput, KvBatch]:
         """The step of this number of sequences that grow by a token each, on the CPU."""
@@ -228,7 +267,7 @@ class Bench:
             logits_index=torch.arange(rows),
         ), batch
 
-    def run(self, program: StepRunner, pages: DensePages, number: int) -> torch.Tensor:
+    def run(self, program: StepRunner, pages: KvStore, number: int) -> torch.Tensor:
         """Logits of a step on the device, on the CPU."""
         step, batch = self.step(number)
         device = self.kind.device
@@ -266,7 +305,7 @@ class Bench:
             least_slots=shape.top_k,
         )
         host = self._host_ops()
-        ops = BranchOps(fill=self.fill, slots=host.slots, merge=host.merge, fork=self._fork())
+        ops = BranchOps(fill=self.fill, slots=host.slots, merge=self.merge, fork=self._fork())
         if self.kind.driver is not None:
             ops = self._cuda_ops(spec, ops)
         planner = partial(self.kind.planner, self.pool.state)
@@ -282,7 +321,7 @@ class Bench:
             top_k=spec.top_k,
         )
         keeping = partial(slots.decode, keep_others=True)
-        return BranchOps(fill=ops.fill, slots=keeping, merge=merge_branches, fork=ops.fork)
+        return BranchOps(fill=ops.fill, slots=keeping, merge=self.merge, fork=ops.fork)
 
     def _fork(self) -> CpuFork:
         driver = self.kind.driver

@@ -9,14 +9,13 @@ GPU; the host device is held to those of values and bytes, and to loose ones of 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +25,8 @@ from freetokend.device.arena import ArenaError
 from freetokend.experts.plan.contract import PlanInputs, PlanOutputs, PlanShape, Stat
 from freetokend.experts.residency import ResidencyState
 from tests.gpu.bench import BUCKETS, CUDA_SHAPE, HOST_SHAPE, Bench, cuda_kind, host_kind
+from tests.gpu.kernel_checks import attention, fill_rate, flashinfer, merged
+from tests.gpu.rows import Row
 
 STEPS: Final = 8
 # bf16 activations rounded at different places of sums in another order.
@@ -34,16 +35,6 @@ LOGITS_ERROR: Final = 5e-3
 TIE_MARGIN: Final = 0.02
 LEAST_JUDGED_SHARE: Final = 0.3
 _FORBIDDEN: Final = ("grpc", "fastapi", "flashinfer", "uvicorn")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What a check measured, and whether that keeps to its gate."""
-
-    check: str
-    measured: str
-    gate: str
-    passed: bool
 
 
 class Judge:
@@ -289,40 +280,6 @@ def _plan_time(bench: Bench, shape: PlanShape, slots_count: int, gate_us: float)
     )
 
 
-def fill_rate(bench: Bench, judge: Judge) -> list[Row]:
-    """Fills of all slots beside one plain copy of as many bytes."""
-    gate = 0.85 if bench.kind.driver is not None else 0.3
-    count = min(bench.facts.experts_count, bench.shape.experts)
-    bench.pool.resize(count)
-    numbers = torch.arange(count, dtype=torch.int32)
-    fills = torch.full((bench.shape.experts, 2), -1, dtype=torch.int32)
-    fills[:count] = torch.stack((numbers, numbers), dim=1)
-    fills = fills.to(bench.kind.device)
-    fills_count = torch.full((1,), count, dtype=torch.int32, device=bench.kind.device)
-    length_bytes = count * bench.facts.record_bytes
-    source = torch.zeros(length_bytes, dtype=torch.uint8, pin_memory=bench.kind.driver is not None)
-    target = torch.zeros(length_bytes, dtype=torch.uint8, device=bench.kind.device)
-    ours_s = _best_s(bench, lambda: bench.fill(fills, fills_count))
-    ceiling_s = _best_s(bench, lambda: _plain_copy(target, source))
-    ours, ceiling = length_bytes / ours_s, length_bytes / ceiling_s
-    bench.pool.resize(0)
-    return [
-        Row(
-            check="rate of fills beside that of one copy",
-            measured=f"{ours / 1e9:.2f} of {ceiling / 1e9:.2f} GB/s",
-            gate=f">= {gate}",
-            passed=ours >= gate * ceiling,
-        )
-    ]
-
-
-def _plain_copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.is_cuda:
-        target.copy_(source, non_blocking=True)
-    else:  # torch would wake threads for it
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-
-
 def branches(bench: Bench, judge: Judge) -> list[Row]:
     """Replayed steps with all, none and parts of the misses filled; on a GPU alone, because the
     host device computes both branches with the same cores."""
@@ -359,17 +316,6 @@ def _step_s(bench: Bench, part: float) -> float:
     return statistics.median(times_s[4:])
 
 
-def _best_s(bench: Bench, run: Callable[[], object]) -> float:
-    best_s = float("inf")
-    for _ in range(10):
-        bench.kind.synchronize()
-        began_s = time.perf_counter()
-        run()
-        bench.kind.synchronize()
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s
-
-
 def imports(bench: Bench, judge: Judge) -> list[Row]:
     """Nothing of the control plane was needed."""
     found = [name for name in _FORBIDDEN if name in sys.modules]
@@ -391,9 +337,12 @@ CHECKS: Final[tuple[Callable[[Bench, Judge], list[Row]], ...]] = (
     claims,
     refused_growth,
     plan_times,
-    fill_rate,
+    lambda bench, judge: fill_rate(bench),
+    lambda bench, judge: merged(bench),
+    lambda bench, judge: attention(bench),
     branches,
     imports,
+    lambda bench, judge: flashinfer(bench),
 )
 
 

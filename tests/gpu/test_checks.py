@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import checks
+from freetokend.kvcache.batch import KvStore
+from tests.gpu import checks, kernel_checks
 from tests.gpu.bench import HOST_SHAPE, Bench, host_kind
+from tests.kvcache.gpu.contexts import Contexts
+from tests.support.device_model import DensePages, DensePagesView
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +33,7 @@ def test_all_pass_on_the_host_device(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     rows = json.loads(told.read_text())
-    assert len(rows) >= 13
+    assert len(rows) >= 16
     assert all(row["passed"] for row in rows)
 
 
@@ -94,6 +97,30 @@ def test_memory_that_is_not_there_is_found(bench: Bench) -> None:
     object.__setattr__(bench.kind, "arena", Boasting)
     judge = checks.Judge(bench)
     assert not checks.refused_growth(bench, judge)[0].passed
+
+
+def test_a_wrong_merge_and_a_wrong_attention_are_found(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right_merge, right_attention = bench.merge, bench.attention
+
+    def backwards(y_gpu: torch.Tensor, y_cpu: torch.Tensor, physical: torch.Tensor) -> torch.Tensor:
+        return right_merge(y_gpu.flip(1), y_cpu.flip(1), physical.flip(1))
+
+    def scaled(contexts: Contexts) -> KvStore:
+        store = right_attention(contexts)
+        assert isinstance(store, DensePages)
+        attend = DensePagesView.attend
+        monkeypatch.setattr(
+            DensePagesView, "attend", lambda *given: attend(*given[:-1], 1.01 * given[-1])
+        )
+        return store
+
+    assert all(row.passed for row in kernel_checks.merged(bench))
+    monkeypatch.setattr(Bench, "merge", staticmethod(backwards))
+    monkeypatch.setattr(bench, "attention", scaled)
+    assert not any(row.passed for row in kernel_checks.merged(bench))
+    assert not any(row.passed for row in kernel_checks.attention(bench))
 
 
 def test_numbers_that_are_none_are_found(bench: Bench) -> None:

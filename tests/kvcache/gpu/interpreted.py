@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -20,11 +19,7 @@ from freetokend.kvcache.arena import KvArena
 from freetokend.kvcache.batch import KvBatch
 from freetokend.kvcache.gpu.pages import DevicePages
 from freetokend.kvcache.gpu.triton_store import TritonKvStore
-from freetokend.policy.kv_sizing import KvShape
-
-SCALE = 0.2
-LAYER = 1
-CONTEXT = 96
+from tests.kvcache.gpu.contexts import CONTEXT, LAYER, SCALE, Contexts, Heads, units_off
 
 
 def patch_once() -> None:
@@ -55,90 +50,15 @@ def multiply_in_order() -> None:
     InterpreterBuilder.create_dot = create_dot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
-    """Query heads, key heads, and columns of each."""
-
-    queries: int
-    keys: int
-    size: int
-
-    def shape(self, page_tokens: int) -> KvShape:
-        return KvShape(
-            layers_count=2,
-            kv_heads_count=self.keys,
-            head_size=self.size,
-            element_bytes=2,
-            page_tokens=page_tokens,
-        )
-
-
-class Contexts:
-    """Whole sequences made at once, fed to stores in whatever steps."""
-
-    def __init__(self, heads: Heads, lengths: Sequence[int], seed: int) -> None:
-        random = torch.Generator().manual_seed(seed)
-
-        def drawn(count: int, of: int) -> torch.Tensor:
-            return torch.randn(count, of, heads.size, generator=random)
-
-        self.heads = heads
-        self.q = [drawn(length, heads.queries) for length in lengths]
-        self.k = [drawn(length, heads.keys) for length in lengths]
-        self.v = [drawn(length, heads.keys) for length in lengths]
-
-    def store(self, page_tokens: int, *, part_tokens: int = 32) -> TritonKvStore:
-        """With parts so short that a context has several; what no sequence wrote is no number."""
-        shape = self.heads.shape(page_tokens)
-        pages = DevicePages.take(shape, 4 * CONTEXT // page_tokens, torch.device("cpu"))
-        for layer in pages.layers:
-            layer.keys.fill_(float("nan"))
-            layer.values.fill_(float("nan"))
-        store = TritonKvStore(pages, context_tokens=CONTEXT, interpreted=True)
-        object.__setattr__(store, "part_tokens", part_tokens)
-        return store
-
-    def feed(self, store: TritonKvStore, spans: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        """One step of (sequence, first position, end); every fourth page is a sequence's."""
-        per_page = store.page_tokens
-        table = torch.full((len(spans), CONTEXT // per_page), 1 << 20, dtype=torch.int32)
-        for row, (sequence, _, end) in enumerate(spans):
-            count = -(-end // per_page)
-            table[row, :count] = torch.arange(count, dtype=torch.int32) * 4 + sequence
-        index = [row for row, (_, first, end) in enumerate(spans) for _ in range(first, end)]
-        positions = [at for _, first, end in spans for at in range(first, end)]
-        batch = KvBatch(
-            page_table=table,
-            sequence_index=torch.tensor(index, dtype=torch.int32),
-            positions=torch.tensor(positions, dtype=torch.int32),
-        )
-        q, k, v = (
-            torch.cat([one[sequence][first:end] for sequence, first, end in spans])
-            for one in (self.q, self.k, self.v)
-        )
-        return store.view(batch).attend(LAYER, q, k, v, SCALE)
-
-    def exact(self, sequence: int, first: int, end: int) -> torch.Tensor:
-        """float64 over bf16 keys and values."""
-        heads = self.heads
-        k, v = (
-            one[sequence][:end]
-            .bfloat16()
-            .double()
-            .repeat_interleave(heads.queries // heads.keys, dim=1)
-            for one in (self.k, self.v)
-        )
-        q = self.q[sequence][first:end].double()
-        scores = torch.einsum("thd,shd->hts", q, k) * SCALE
-        seen = torch.arange(end)[None, :] <= torch.arange(first, end)[:, None]
-        weights = scores.masked_fill(~seen[None], float("-inf")).softmax(-1)
-        return torch.einsum("hts,shd->thd", weights, v).flatten(1)
-
-
-def units_off(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """The worst number's distance in units of the last place of bf16; half of one is the least."""
-    unit = exact.abs() * 2.0**-7 + exact.abs().max() * 2.0**-14
-    return float(((got.double() - exact).abs() / unit).max())
+def short_parts(contexts: Contexts, page_tokens: int, *, part_tokens: int = 32) -> TritonKvStore:
+    """With parts so short that a context has several; what no sequence wrote is no number."""
+    pages = contexts.pages(page_tokens, torch.device("cpu"))
+    for layer in pages.layers:
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
+    store = TritonKvStore(pages, context_tokens=CONTEXT, interpreted=True)
+    object.__setattr__(store, "part_tokens", part_tokens)
+    return store
 
 
 CASES = (
@@ -155,7 +75,7 @@ def errors(seed: int) -> Iterator[dict[str, float | str]]:
     """A prompt, then single tokens, over boundaries of blocks, pages and parts."""
     for heads, page_tokens, length in CASES:
         contexts = Contexts(heads, [length], seed)
-        store = contexts.store(page_tokens)
+        store = short_parts(contexts, page_tokens)
         worst = {}
         for name, first, end in (
             ("prompt", 0, length - 3),
@@ -171,14 +91,14 @@ def chunks_and_company_change_no_bit(seed: int) -> None:
     """A sequence alone and whole, in chunks of all lengths, and among others in the same steps."""
     for heads, page_tokens in ((CASES[0][0], 16), (CASES[1][0], 4)):
         contexts = Contexts(heads, [70, 41, 20], seed)
-        whole = contexts.feed(contexts.store(page_tokens), [(0, 0, 70)])
-        store = contexts.store(page_tokens)
+        whole = contexts.feed(short_parts(contexts, page_tokens), [(0, 0, 70)])
+        store = short_parts(contexts, page_tokens)
         first, parts = 0, []
         for count in (1, 7, 16, 1, 1, 31, 13):
             parts.append(contexts.feed(store, [(0, first, first + count)]))
             first += count
         assert torch.equal(torch.cat(parts), whole)
-        store, parts = contexts.store(page_tokens), []
+        store, parts = short_parts(contexts, page_tokens), []
         for spans in (
             [(0, 0, 30), (1, 0, 1), (2, 0, 11)],
             [(1, 1, 38), (0, 30, 31), (2, 11, 12)],
@@ -197,10 +117,10 @@ def chunks_and_company_change_no_bit(seed: int) -> None:
 def padding_is_only_computed(seed: int) -> None:
     """Rows on a page that no sequence has change nothing and are numbers."""
     contexts = Contexts(CASES[0][0], [20, 9, 1], seed)
-    store = contexts.store(16)
+    store = short_parts(contexts, 16)
     contexts.feed(store, [(0, 0, 19), (1, 0, 8)])
     got = contexts.feed(store, [(0, 19, 20), (1, 8, 9), (2, 0, 1), (2, 0, 1)])
-    again = contexts.store(16)
+    again = short_parts(contexts, 16)
     contexts.feed(again, [(0, 0, 19)])
     assert torch.equal(contexts.feed(again, [(0, 19, 20)])[0], got[0])
     assert bool(torch.isfinite(got).all())

@@ -18,19 +18,15 @@ from freetokend.core.errors import ConfigError
 from freetokend.kvcache.batch import SequenceSpan, kv_batch
 from freetokend.kvcache.gpu.flashinfer_store import FlashInferKvStore, choose_attention
 from tests.kvcache.gpu import flashinfer_stub
-from tests.kvcache.gpu.interpreted import CASES, CONTEXT, LAYER, SCALE, Contexts, patch_once
+from tests.kvcache.gpu.contexts import CONTEXT, LAYER, SCALE, Contexts, relative_error
+from tests.kvcache.gpu.interpreted import CASES, patch_once, short_parts
 
 HEADS = CASES[0][0]
 
 
-def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """The worst row's ||a - b|| / ||b||."""
-    return float(((got.double() - exact).norm(dim=1) / exact.norm(dim=1)).max())
-
-
 def made() -> tuple[Contexts, FlashInferKvStore]:
     contexts = Contexts(HEADS, [50, 33, 16], 1)
-    triton = contexts.store(16)
+    triton = short_parts(contexts, 16)
     store = FlashInferKvStore(triton, q_heads_count=HEADS.queries, package=flashinfer_stub)
     return contexts, store
 
@@ -103,7 +99,7 @@ def calls_fit_the_package() -> None:
 def the_choice_has_reasons() -> None:
     contexts, _ = made()
     make = partial(FlashInferKvStore, package=flashinfer_stub)
-    triton = contexts.store(16)
+    triton = short_parts(contexts, 16)
     for layer in triton.pages.layers:
         layer.keys.zero_()
         layer.values.zero_()
