@@ -15,6 +15,7 @@ from freetokend.enginehost.backend import BackendChoice
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.cache import CacheSpec, ExpertCache
 from freetokend.experts.host_rates import BURST_COUNT, HostRates, measure_host_rates
+from freetokend.experts.slot_checks import VerifyReport
 from freetokend.ftw.layout import ExpertBank
 from freetokend.link.messages import CacheDescription, EngineSettings, LayerRun
 from freetokend.native.executor import Executor, Numerics
@@ -196,6 +197,11 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
         cache.set_fill_counts(fill_table(measured.rates, bank.experts_per_layer_count))
         cache.set_branches([choice.branch for choice in choices])
         cache.resize(plan.slots_count)
+        sample = cache.fill_sample()
+        if sample.differences:
+            choice = _unusable(settings, sample)
+            cache.close()
+            return choice
         if decision.backend is Backend.FUSED:
             cache.preload()
     except BaseException:
@@ -212,6 +218,26 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
         ),
         sweep_from_tokens=_sweep_from(inputs, plan, costs, measured, overrides),
     )
+
+
+def _unusable(settings: EngineSettings, sample: VerifyReport) -> BackendChoice:
+    """What "auto" does without a device whose memory does not hold what was copied there.
+
+    ResourceError where a backend that needs it was asked for.
+    """
+    first = sample.differences[0]
+    reason = (
+        f"{len(sample.differences)} of {sample.compared_count} experts copied to the device for a "
+        f"check differ from the pool (expert {first.expert_id}, from byte {first.offset_bytes} on)"
+    )
+    if settings.backend != "auto":
+        raise ResourceError(
+            f'engine.backend = "{settings.backend}" needs a device that keeps what it is given: '
+            f'{reason}. Set engine.backend to "cpu" to serve without it; if this happens again, '
+            "check the machine's memory and the driver.",
+            reason=Reason.DEVICE_UNUSABLE,
+        )
+    return BackendChoice(backend=Backend.CPU.value, reason=reason, notes=())
 
 
 def _auto_device_bytes(inputs: CacheInputs, shape: KvShape) -> int:

@@ -80,8 +80,8 @@ class CacheControl(Protocol):
         """Have exactly so many slots. Raises FreetokenError: refused, or no memory."""
         ...
 
-    def verify(self) -> ComparisonReport:
-        """Compare every resident slot with the pool's record."""
+    def verify(self, progress: Callable[[], None]) -> ComparisonReport:
+        """Compare every resident slot with the pool's record; progress: called after each."""
         ...
 
     def counters(self) -> CacheCounters:
@@ -112,15 +112,18 @@ class CacheCommands:
         *,
         send: Callable[[CacheAnswer], None],
         log: EventLogger,
+        progress: Callable[[], None] = lambda: None,
         experts_per_layer_count: int = 1,
         backend: str = "cpu",
     ) -> None:
-        """`cache` None: every command is refused, because `backend` has none."""
+        """`cache` None: every command is refused, because `backend` has none. progress: what a
+        command that takes long calls again and again, so that nobody takes it for a hang."""
         self._cache = cache
         self._experts_per_layer_count = experts_per_layer_count
         self._backend = backend
         self._send = send
         self._log = log
+        self._progress = progress
         self._waiting: list[CacheCommand] = []
         self._newest_generation = 0
         self._done: CacheResized | None = None
@@ -191,7 +194,7 @@ class CacheCommands:
     def _verified(self, command: VerifyCache) -> CacheVerified:
         started_s = time.monotonic()
         try:
-            report = self._present().verify()
+            report = self._present().verify(self._progress)
         except Exception as error:  # what cannot be compared is told, and serves on
             fault = self._fault(error, "verify")
             return CacheVerified(

@@ -235,6 +235,7 @@ class _Host:
                 built.cache,
                 send=client.send,
                 log=self._log,
+                progress=client.progress,
                 experts_per_layer_count=directory.index.expert_bank.experts_per_layer_count,
                 backend=backend.backend,
             ),

@@ -3,7 +3,7 @@ plans, resizes and counters as on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,6 +40,8 @@ LAYERS_AHEAD_COUNT: Final = 1
 # the experts resident) to 1.2 points (60 %) more; a whole share at 11 % leaves a new stream worse
 # off than an empty cache would.
 KEPT_PER_RESIDENT: Final = 2.0
+# Records copied and compared before the first step.
+SAMPLE_COUNT: Final = 8
 
 _SPLIT_TABLE: Final = 0
 _FILL_TABLE: Final = 1
@@ -230,10 +232,23 @@ class ExpertCache:
         self._dispatch.set_kept_count(int(share * self.slots_count / self._layers_count))
         return result
 
-    def verify(self) -> VerifyReport:
-        """Compare every resident slot with the pool."""
+    def verify(self, progress: Callable[[], None] = lambda: None) -> VerifyReport:
+        """Compare every resident slot with the pool; progress: called after each."""
         self._link.drain()
-        return self._pool.verify(self._mapped)
+        return self._pool.verify(self._mapped, progress)
+
+    def fill_sample(self) -> VerifyReport:
+        """Fill a few slots with experts from all over the pool, and compare what came.
+
+        Copies can report success and move nothing: before anything is served this says so.
+        """
+        count = min(SAMPLE_COUNT, self.slots_count, self._layers_count)
+        for index in range(count):
+            wanted = torch.zeros(self._experts_count, dtype=torch.int32)
+            wanted[(self._experts_count - 1) * index // max(count - 1, 1)] = 1
+            self.prefetch((self._layers_count - 1) * index // max(count - 1, 1), wanted=wanted)
+            self._dispatch.let_go()
+        return self.verify()
 
     def check_integrity(self) -> None:
         """Every invariant of slots, state, memory and counts; InternalError names what breaks."""

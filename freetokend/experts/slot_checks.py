@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,9 +121,13 @@ def check_memory(arena: Arena, needed_bytes: int) -> None:
 
 
 def compare_slots(
-    expert_of_slot: Ints, mapped: MappedBank, base_address: int, copier: SlotCopier
+    expert_of_slot: Ints,
+    mapped: MappedBank,
+    base_address: int,
+    copier: SlotCopier,
+    progress: Callable[[], None] = lambda: None,
 ) -> VerifyReport:
-    """Every occupied slot against the pool's record of its expert."""
+    """Every occupied slot against the pool's record of its expert. progress: after each."""
     bank = mapped.bank
     differences = []
     occupied = np.flatnonzero(expert_of_slot != EMPTY)
@@ -137,6 +142,7 @@ def compare_slots(
             differences.append(
                 SlotDifference(slot=slot, expert_id=expert_id, offset_bytes=offset_bytes)
             )
+        progress()
     return VerifyReport(
         compared_count=int(occupied.size),
         compared_bytes=int(occupied.size) * bank.record_bytes,

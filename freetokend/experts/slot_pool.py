@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -172,8 +173,13 @@ class SlotPool:
         needed_count = max(self._slots_count, self._prepared_count)
         check_memory(self._arena, needed_count * self._record_bytes)
 
-    def verify(self, mapped: MappedBank) -> VerifyReport:
-        """Compare the bytes of every resident slot with the pool's record of its expert."""
+    def verify(
+        self, mapped: MappedBank, progress: Callable[[], None] = lambda: None
+    ) -> VerifyReport:
+        """Compare the bytes of every resident slot with the pool's record of its expert.
+
+        progress: called after each.
+        """
         if (
             mapped.bank.record_bytes != self._record_bytes
             or mapped.bank.experts_count != self.state.experts_count
@@ -188,6 +194,7 @@ class SlotPool:
             mapped,
             self._base_address,
             self._copier,
+            progress,
         )
 
     def close(self) -> None:

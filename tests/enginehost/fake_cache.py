@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from freetokend.core.cache_stats import CacheCounters
@@ -59,9 +60,11 @@ class FakeCache:
         self.state = replace(self.state, slots_count=slots_count, committed_bytes=100 * slots_count)
         return Report(outcome, slots_count, 100 * slots_count, moved_count=1, dropped_count=2)
 
-    def verify(self) -> Compared:
+    def verify(self, progress: Callable[[], None]) -> Compared:
         if self.error is not None:
             raise self.error
+        for _ in range(2):
+            progress()
         return Compared(2, 200, (Differing(slot=3, expert_id=9, offset_bytes=64),))
 
     def counters(self) -> CacheCounters:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from freetokend.core.errors import ConfigError, Reason, ResourceError
@@ -20,7 +21,10 @@ from freetokend.enginehost.build_cache import (
     kv_plan_of,
     plan_host_device,
 )
+from freetokend.experts import cache as cache_module
 from freetokend.experts.bank import MappedBank
+from freetokend.experts.fill import FillLink
+from freetokend.experts.slot_pool import SlotPool
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import EngineSettings
 from freetokend.native.executor import Executor
@@ -220,6 +224,54 @@ def test_a_sweep_begins_where_it_pays_and_nowhere_else(new: New, plan: Plan) -> 
     assert built(nothing, plan(slots_count=16)).sweep_from_tokens == 0
     filling = new(backend="offload", slots_count=16)
     assert 0 < built(filling, plan(slots_count=16)).sweep_from_tokens <= filling.sweep_tokens
+
+
+@pytest.fixture
+def copies_from_elsewhere(monkeypatch: pytest.MonkeyPatch, base: CacheInputs) -> Iterator[None]:
+    """A link whose copies end well and bring other bytes than the pool has."""
+    region = np.zeros(base.bank.record_offset_bytes(EXPERTS - 1) + base.bank.record_bytes, np.uint8)
+    elsewhere = MappedBank(bank=base.bank, region_address=region.ctypes.data)
+
+    def lying(
+        mapped: MappedBank, pool: SlotPool, *, rate_bytes_per_s: float | None = None
+    ) -> FillLink:
+        del mapped
+        return FillLink(elsewhere, pool, rate_bytes_per_s=rate_bytes_per_s)
+
+    monkeypatch.setattr(cache_module, "FillLink", lying)
+    yield
+    del region  # it had to live as long
+
+
+@pytest.mark.usefixtures("copies_from_elsewhere")
+def test_a_device_that_does_not_hold_what_was_copied_is_not_served_from(
+    new: New, plan: Plan
+) -> None:
+    with pytest.raises(ResourceError, match="4 of 4 experts") as caught:
+        build_cache(new(backend="hybrid"), plan(slots_count=16))
+    assert caught.value.reason is Reason.DEVICE_UNUSABLE
+    assert 'engine.backend to "cpu"' in caught.value.message
+    choice = build_cache(new(backend="auto"), plan(slots_count=EXPERTS))
+    assert isinstance(choice, BackendChoice)
+    assert choice.backend == "cpu"
+    assert "differ from the pool" in choice.reason
+
+
+@pytest.mark.parametrize("slots_count", [1, 3, EXPERTS])
+def test_a_sample_of_every_part_of_the_pool_is_compared(
+    new: New, plan: Plan, slots_count: int
+) -> None:
+    made = build_cache(new(backend="hybrid"), plan(slots_count=slots_count))
+    assert isinstance(made, CachedExperts)
+    try:
+        report = made.cache.fill_sample()
+        assert report.differences == ()
+        assert report.compared_count >= min(slots_count, 4)
+        resident = [layer for layer in range(4) if made.cache.residents(layer).any()]
+        assert len(resident) == min(slots_count, 4)
+        assert slots_count < 2 or {0, 3} <= set(resident)
+    finally:
+        made.cache.close()
 
 
 def test_layers_that_do_not_exist_are_refused_before_anything_is_measured(

@@ -175,3 +175,13 @@ def test_every_command_has_one_answer_and_generations_only_rise(
         assert rig.cache.sizes[done_count:] in ([], [size_of[newest]] if newest else [])
         if newest:
             assert rig.cache.state.slots_count == size_of[newest]
+
+
+def test_a_comparison_shows_progress_while_it_runs() -> None:
+    marks: list[None] = []
+    commands = CacheCommands(
+        FakeCache(), send=lambda _: None, log=LOG, progress=lambda: marks.append(None)
+    )
+    commands.take(VerifyCache(request_id="v"))
+    commands.run()
+    assert len(marks) == 2
