@@ -28,6 +28,7 @@ from freetokend.link.messages import (
     StepReport,
     VerifyCache,
 )
+from freetokend.policy.prefill_estimate import PrefillMeter
 from freetokend.scheduler.scheduler import Scheduler
 
 
@@ -64,6 +65,7 @@ class StepLoop:
         self._failures_in_a_row_count = 0
         self._reports_count = 0
         self._step_s = 0.0
+        self._prefill = PrefillMeter()
 
     def run(self) -> int:
         """The exit code. Raises InternalError when the engine is found broken."""
@@ -86,10 +88,12 @@ class StepLoop:
                 case _:
                     if self._scheduler.has_work:
                         self._link.set_busy(True)
+                    self._look_at_prefill()
                     self._lane.begin()
                     self._step()
                     if self._lane.is_busy:
                         self._sweep_layer()
+                    self._look_at_prefill()
 
     def stats(self) -> EngineStats:
         """The present statistics; from any thread."""
@@ -106,7 +110,15 @@ class StepLoop:
                 step_s=self._step_s,
                 preemptions_count=counts.preemptions_count,
                 sweeps_count=counts.sweeps_count,
+                prefill_pending_tokens_count=counts.pending_prompt_tokens,
+                prefill_tokens_per_s=self._prefill.tokens_per_s,
             )
+        )
+
+    def _look_at_prefill(self) -> None:
+        counts = self._scheduler.counts()
+        self._prefill.look(
+            time.monotonic(), counts.prefill_tokens_count, counts.pending_prompt_tokens
         )
 
     def _take_messages(self) -> None:

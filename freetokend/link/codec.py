@@ -349,6 +349,8 @@ def _encode_stats(stats: EngineStats) -> pb.EngineStats:
         expert_executions_count=stats.expert_executions_count,
         preemptions_count=stats.preemptions_count,
         sweeps_count=stats.sweeps_count,
+        prefill_pending_tokens_count=stats.prefill_pending_tokens_count,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
     )
 
 
@@ -370,6 +372,8 @@ def _decode_stats(stats: pb.EngineStats) -> EngineStats:
         expert_executions_count=stats.expert_executions_count,
         preemptions_count=stats.preemptions_count,
         sweeps_count=stats.sweeps_count,
+        prefill_pending_tokens_count=stats.prefill_pending_tokens_count,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
     )
 
 

@@ -178,6 +178,8 @@ class EngineStats:
     expert_executions_count: int = 0
     preemptions_count: int = 0
     sweeps_count: int = 0
+    prefill_pending_tokens_count: int = 0
+    prefill_tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,8 @@ class SchedulerLimits:
 class SchedulerCounts:
     """Gauges and counters, for EngineStats. `decode_tokens_count` counts every sampled token.
 
-    `sweeps_count`: those that reached their end; they are no steps. `step_faults_count`: of both.
+    `pending_prompt_tokens`: of accepted requests, not computed yet. `sweeps_count`: those that
+    reached their end; they are no steps. `step_faults_count`: of both.
     """
 
     running_count: int
@@ -62,6 +63,7 @@ class SchedulerCounts:
     preemptions_count: int
     step_faults_count: int
     sweeps_count: int
+    pending_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,12 @@ class Roster:
     def free_places_count(self) -> int:
         return self._limits.max_running_count - len(self.running)
 
+    @property
+    def pending_prompt_tokens(self) -> int:
+        """Tokens to be computed before those who do not decode yet can."""
+        waiting = sum(one.pending_count for one in self.waiting)
+        return waiting + sum(one.pending_count for one in self.running if not one.is_decoding)
+
     def add(self, sequence: Sequence) -> None:
         """A new sequence, which is the youngest."""
         self.by_id[sequence.request_id] = sequence

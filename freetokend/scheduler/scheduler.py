@@ -170,6 +170,7 @@ class Scheduler:
             preemptions_count=self._roster.preemptions_count,
             step_faults_count=self._step_faults_count,
             sweeps_count=self._sweeps_count,
+            pending_prompt_tokens=self._roster.pending_prompt_tokens,
         )
 
     def check_integrity(self) -> None:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from freetokend.core.errors import InvalidInputError, Reason
 from freetokend.link.messages import EngineDescription, EngineGateway
+from freetokend.policy.prefill_estimate import estimated_prefill_s
 from freetokend.serving.admission import (
     Admitted,
     admit_chat,
@@ -38,6 +39,8 @@ from freetokend.serving.streams import ChoiceStreams, ChoiceUpdate
 FIRST_EVENT_WAIT_S: Final = 0.25
 # Proxies and agents give up on silence; 15 s is the shortest limit known in the field.
 KEEP_ALIVE_S: Final = 10.0
+# Seconds until the prompt is computed, as estimated when the request arrived.
+PREFILL_HEADER: Final = "X-Freetokend-Estimated-Prefill-Seconds"
 _KEEP_ALIVE: Final = b": keep-alive\n\n"
 
 _Admit = Callable[[bytes, EngineDescription], tuple[ChatRequest | CompletionRequest, Admitted]]
@@ -98,11 +101,13 @@ class _Exchange:
 class _EventStream(StreamingResponse):
     """Server-sent events that end their exchange however they end, even before the first one."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], exchange: _Exchange) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], exchange: _Exchange, headers: dict[str, str]
+    ) -> None:
         super().__init__(
             events,
             media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers},
         )
         self._exchange = exchange
 
@@ -192,14 +197,15 @@ class GenerationRoutes:
                 model=engine.model,
                 chat=endpoint == "chat",
             )
+            headers = self._estimate(admitted)
             streams = exchange.streams = ChoiceStreams(self._gateway, self._text, admitted)
             if not parsed.stream:
-                return await _whole(request, streams, shape, exchange)
+                return await _whole(request, streams, shape, exchange, headers)
             first = await streams.next_update(FIRST_EVENT_WAIT_S)
             events = self._events(
                 streams, first, shape, exchange, include_usage=parsed.include_usage
             )
-            return _EventStream(events, exchange)
+            return _EventStream(events, exchange, headers)
         except (_ClientGoneError, ClientDisconnect):
             exchange.end("cancelled")
             return Response(status_code=499)
@@ -210,6 +216,16 @@ class GenerationRoutes:
             known = as_freetoken_error(error)
             exchange.end(known.reason)
             raise known from error
+
+    def _estimate(self, admitted: Admitted) -> dict[str, str]:
+        """The header that says when a first token can be expected, once that is known."""
+        stats = self._gateway.snapshot().stats
+        estimate_s = estimated_prefill_s(
+            sum(len(request.prompt_token_ids) for request in admitted.requests),
+            stats.prefill_pending_tokens_count,
+            stats.prefill_tokens_per_s,
+        )
+        return {} if estimate_s is None else {PREFILL_HEADER: f"{estimate_s:.2f}"}
 
     async def _events(
         self,
@@ -260,7 +276,11 @@ def _chunks(
 
 
 async def _whole(
-    request: Request, streams: ChoiceStreams, shape: ResponseShape, exchange: _Exchange
+    request: Request,
+    streams: ChoiceStreams,
+    shape: ResponseShape,
+    exchange: _Exchange,
+    headers: dict[str, str],
 ) -> Response:
     collecting = asyncio.create_task(_collect(streams, exchange))
     hung_up = asyncio.create_task(_hung_up(request))
@@ -273,7 +293,7 @@ async def _whole(
         collecting.cancel()
         hung_up.cancel()
     exchange.end("ok")
-    return JSONResponse(shape.whole(choices, streams.usage()))
+    return JSONResponse(shape.whole(choices, streams.usage()), headers=headers)
 
 
 async def _collect(streams: ChoiceStreams, exchange: _Exchange) -> list[tuple[str, str]]:

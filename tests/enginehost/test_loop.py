@@ -145,6 +145,15 @@ def test_one_report_per_step_with_statistics() -> None:
     assert rig.link.progress_count == 3
 
 
+def test_how_fast_prompts_are_computed_is_told() -> None:
+    rig = Rig(None, request("a", [1] * 40, 3), request("b", [2] * 30, 2), Shutdown(drain=True))
+    rig.loop.run()
+    pending = [report.stats.prefill_pending_tokens_count for report in rig.link.reports]
+    assert max(pending) >= 40
+    assert pending[-1] == 0
+    assert rig.link.reports[-1].stats.prefill_tokens_per_s > 0
+
+
 def test_shutdown_without_drain_ends_everything_now() -> None:
     rig = Rig(None, request("a", [1], 50), request("late", [1], 50))
 

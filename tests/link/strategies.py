@@ -59,6 +59,8 @@ stats = st.builds(
     expert_executions_count=u64,
     preemptions_count=u64,
     sweeps_count=u64,
+    prefill_pending_tokens_count=u64,
+    prefill_tokens_per_s=numbers,
 )
 updates = st.builds(
     SequenceUpdate,

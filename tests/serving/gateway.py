@@ -11,6 +11,7 @@ from freetokend.link.messages import (
     EngineDescription,
     EngineSnapshot,
     EngineState,
+    EngineStats,
     FinishReason,
     GenerateRequest,
     SequenceUpdate,
@@ -92,6 +93,7 @@ class InstantGateway:
     state: EngineState = EngineState.READY
     requests: list[GenerateRequest] = field(default_factory=list)
     open_count: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
 
     def snapshot(self) -> EngineSnapshot:
         up = self.state in {EngineState.READY, EngineState.DRAINING}
@@ -100,6 +102,7 @@ class InstantGateway:
             state_since_s=0.0,
             model="tiny",
             description=DESCRIPTION if up else None,
+            stats=self.stats,
         )
 
     def check_admission(self) -> None:

@@ -121,6 +121,17 @@ _ENGINE: Final = (
         "Prefills of the present engine that streamed every layer of experts, to their end.",
         "model",
     ),
+    _gauge(
+        "engine_prefill_pending_tokens",
+        "Prompt tokens accepted and not computed yet.",
+        "model",
+        unit="tokens",
+    ),
+    _gauge(
+        "engine_prefill_tokens_per_second",
+        "Prompt tokens computed per second while some were waiting; 0 until a first prompt.",
+        "model",
+    ),
     _gauge("requests_running", "Requests being computed.", "model"),
     _gauge("requests_waiting", "Requests waiting for a place.", "model"),
     _gauge("requests_running_limit", "Requests that may be computed together.", "model"),

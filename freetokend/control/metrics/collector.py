@@ -79,6 +79,8 @@ def _engine(families: _Families, state: ServiceState) -> None:
     families.add("engine_expert_executions_total", stats.expert_executions_count, model)
     families.add("engine_preemptions_total", stats.preemptions_count, model)
     families.add("engine_sweeps_total", stats.sweeps_count, model)
+    families.add("engine_prefill_pending_tokens", stats.prefill_pending_tokens_count, model)
+    families.add("engine_prefill_tokens_per_second", stats.prefill_tokens_per_s, model)
     families.add("requests_running", stats.running_count, model)
     families.add("requests_waiting", stats.waiting_count, model)
     families.add("kv_pages", stats.kv_pages_total_count, model)
