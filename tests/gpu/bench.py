@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -82,7 +82,8 @@ CUDA_SHAPE: Final = SmallShape(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What a device is made of. fill: given (bank address, slots' address, record bytes)."""
+    """What a device is made of. kernels: whether those of a GPU compute, which `interpreted` says
+    Triton's interpreter runs; otherwise what stands for them does. driver: of a GPU."""
 
     device: torch.device
     arena: Callable[[int], Arena]
@@ -90,6 +91,8 @@ class Kind:
     planner: Callable[[ResidencyState, PlanShape], CachePlanner]
     backend: Callable[[], GraphBackend]
     driver: CudaDriver | None
+    kernels: bool = False
+    interpreted: bool = False
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -121,6 +124,19 @@ def cuda_kind(layers: int) -> Kind:
         planner=lambda state, shape: TritonPlanner(state, shape, default_order(layers)),
         backend=CudaGraphBackend,
         driver=driver,
+        kernels=True,
+    )
+
+
+def interpreted_kind(layers: int) -> Kind:
+    """The host device with the kernels of a GPU, under Triton's interpreter."""
+    from freetokend.experts.plan.triton_kernel import TritonPlanner
+
+    return replace(
+        host_kind(layers),
+        planner=lambda state, shape: TritonPlanner(state, shape, default_order(layers)),
+        kernels=True,
+        interpreted=True,
     )
 
 
@@ -202,7 +218,7 @@ class Bench:
         """The steps on the CPU, experts in place."""
         weights, probe = StateDictWeights(self.weights, torch.bfloat16), MarginProbe()
         program = TorchProgram(self.shape.program(), weights, self.cpu_experts, observer=probe)
-        pages, found = self.pages("cpu"), []
+        pages, found = self.dense_pages(), []
         for number in range(steps_count):
             step, batch = self.step(number)
             logits = program.forward(step, pages.view(batch))
@@ -222,10 +238,10 @@ class Bench:
             device=self.kind.device,
         )
 
-    def pages(self, device: torch.device | str) -> KvStore:
-        """Keys and values of one run: a GPU's by its own kernels."""
-        if torch.device(device).type == "cpu":
-            return DensePages(self.shape, _PAGES, device=device)
+    def pages(self) -> KvStore:
+        """Keys and values of one run on the device."""
+        if not self.kind.kernels:
+            return self.dense_pages()
         shape = self.shape
         kv_shape = KvShape(
             layers_count=shape.layers,
@@ -234,8 +250,15 @@ class Bench:
             element_bytes=2,
             page_tokens=shape.page_tokens,
         )
-        pages = DevicePages.take(kv_shape, _PAGES, torch.device(device))
-        return TritonKvStore(pages, context_tokens=_PAGES_CAPACITY * shape.page_tokens)
+        return TritonKvStore(
+            DevicePages.take(kv_shape, _PAGES, self.kind.device),
+            context_tokens=_PAGES_CAPACITY * shape.page_tokens,
+            interpreted=self.kind.interpreted,
+        )
+
+    def dense_pages(self) -> DensePages:
+        """Keys and values of one run on the CPU."""
+        return DensePages(self.shape, _PAGES)
 
     def attention(self, contexts: Contexts) -> KvStore:
         """Room for these contexts on the device."""
@@ -254,7 +277,7 @@ class Bench:
     @property
     def merge(self) -> MergeBranches:
         """The device's."""
-        return self._host_ops().merge if self.kind.driver is None else merge_branches
+        return merge_branches if self.kind.kernels else self._host_ops().merge
 
     def step(self, number: int, *, rows: int = 3) -> tuple[StepInput, KvBatch]:
         """The step of this number of sequences that grow by a token each, on the CPU."""
@@ -283,7 +306,7 @@ class Bench:
         return logits
 
     def _fill_op(self) -> FillRecords:
-        if self.kind.driver is None:
+        if not self.kind.kernels:
             return self._host_ops().fill
         address = self.bank.mapped.region_address + self.facts.offset_bytes
         return lambda fills, count: fill_records(
@@ -306,7 +329,7 @@ class Bench:
         )
         host = self._host_ops()
         ops = BranchOps(fill=self.fill, slots=host.slots, merge=self.merge, fork=self._fork())
-        if self.kind.driver is not None:
+        if self.kind.kernels:
             ops = self._cuda_ops(spec, ops)
         planner = partial(self.kind.planner, self.pool.state)
         return CudaExpertDispatch(spec, ops, planner, self.kind.device)
@@ -319,6 +342,7 @@ class Bench:
             slots_count=self.pool.state.slots_count,
             tokens_capacity=padded_rows(spec.tokens_capacity),
             top_k=spec.top_k,
+            interpreted=self.kind.interpreted,
         )
         keeping = partial(slots.decode, keep_others=True)
         return BranchOps(fill=ops.fill, slots=keeping, merge=self.merge, fork=ops.fork)

@@ -84,7 +84,7 @@ def parity(bench: Bench, judge: Judge) -> list[Row]:
     for share in (0.37, 0.11):
         bench.pool.resize(_share(bench, share))
         bench.dispatch.totals.zero_()
-        program, pages = bench.program(), bench.pages(bench.kind.device)
+        program, pages = bench.program(), bench.pages()
         worst = judge.error([bench.run(program, pages, at) for at in range(STEPS)])
         totals = bench.dispatch.totals.sum(0).tolist()
         worked = totals[Stat.FILLS] > 0 and totals[Stat.EVICTIONS] > 0
@@ -107,7 +107,7 @@ def split(bench: Bench, judge: Judge) -> list[Row]:
     for part in (0.0, 0.5, 1.0):
         _split_misses(bench, part)
         bench.dispatch.totals.zero_()
-        pages = bench.pages(bench.kind.device)
+        pages = bench.pages()
         logits = [bench.run(program, pages, at) for at in range(STEPS)]
         found.append((judge.error(logits), bench.dispatch.totals.sum(0).tolist()))
     worst = max(error for error, _ in found)
@@ -135,7 +135,7 @@ def graphs(bench: Bench, judge: Judge) -> list[Row]:
     """Replays, with a resize of the cache before each of them."""
     bench.pool.resize(_share(bench, 0.37))
     program = bench.program()
-    pages = bench.pages(bench.kind.device)
+    pages = bench.pages()
     graphed = bench.graphed(program, pages)
     logits, step_s, resize_s = [], [], []
     for at in range(STEPS):
@@ -173,7 +173,7 @@ def graphs(bench: Bench, judge: Judge) -> list[Row]:
 def contents(bench: Bench, judge: Judge) -> list[Row]:
     """What lies in the slots after all that."""
     bench.pool.resize(_share(bench, 0.37))
-    bench.run(bench.program(), bench.pages(bench.kind.device), 0)
+    bench.run(bench.program(), bench.pages(), 0)
     bench.kind.synchronize()
     report = bench.pool.verify(bench.bank.mapped)
     return [
@@ -306,7 +306,7 @@ def branches(bench: Bench, judge: Judge) -> list[Row]:
 def _step_s(bench: Bench, part: float) -> float:
     """The median step with this part of the misses filled."""
     _split_misses(bench, part)
-    pages = bench.pages(bench.kind.device)
+    pages = bench.pages()
     graphed = bench.graphed(bench.program(), pages)
     times_s = []
     for at in range(24):

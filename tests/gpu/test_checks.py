@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -35,6 +36,23 @@ def test_all_pass_on_the_host_device(tmp_path: Path) -> None:
     rows = json.loads(told.read_text())
     assert len(rows) >= 16
     assert all(row["passed"] for row in rows)
+
+
+@pytest.mark.slow
+def test_whole_steps_by_the_interpreted_kernels_of_a_gpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.interpreted"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout)
+    assert len(rows) == 3
+    assert all(row["passed"] for row in rows), rows
 
 
 @pytest.fixture

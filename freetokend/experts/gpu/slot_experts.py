@@ -13,8 +13,10 @@ a number of the middle next to a boundary may then be rounded to the other side,
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton.language as tl
@@ -22,8 +24,10 @@ import triton.language as tl
 from freetokend.core.errors import InternalError
 from freetokend.experts.gpu.pair_tiles import pair_tiles
 from freetokend.experts.gpu.shapes import Shapes, codes_of, record_of, shapes_of
+from freetokend.experts.gpu.triton_codes import Codes
 from freetokend.experts.gpu.triton_experts import (
     Pairs,
+    Record,
     Tiles,
     down_rows,
     down_tiles,
@@ -82,7 +86,6 @@ class SlotExperts:
         self._record = record_of(bank, slot_bytes=slot_bytes, top_k=top_k)
         self._codes = codes_of(weight_format)
         self._shapes = shapes or shapes_of(weight_format)
-        self._dot = tl.float32 if interpreted else tl.bfloat16
         if max(self._record.hidden, self._record.inner) > _MOST_PARTS * ROWS_PER_BLOCK:
             raise InternalError(
                 f"experts of {bank.hidden_size} x {bank.intermediate_size}: too big"
@@ -92,11 +95,7 @@ class SlotExperts:
             dtype=torch.bfloat16,
             device=slots_count.device,
         )
-        # A type checker would take what a launch is given for the arguments of a function.
-        self._gate_up_rows: Any = gate_up_rows
-        self._down_rows: Any = down_rows
-        self._gate_up_tiles: Any = gate_up_tiles
-        self._down_tiles: Any = down_tiles
+        self._made_for = json.dumps((self._record, self._codes, self._shapes, interpreted))
 
     @property
     def middle(self) -> torch.Tensor:
@@ -119,17 +118,15 @@ class SlotExperts:
         with `keep_others`. A slot that does not exist gives NaN on a GPU, where the host cannot
         see it, and InternalError on the CPU.
         """
-        pairs = self._pairs(x, physical, weights, y)
-        count = physical.numel()
-        if count == 0:
-            return
-        record, codes, steps = self._record, self._codes, self._shapes.steps
-        self._gate_up_rows[(count, record.inner // ROWS_PER_BLOCK)](
-            pairs, RECORD=record, CODES=codes, STEPS=steps, **ROWS_OPTIONS
-        )
-        self._down_rows[(count, -(-record.hidden // ROWS_PER_BLOCK))](
-            pairs, RECORD=record, CODES=codes, STEPS=steps, KEEP=keep_others, **ROWS_OPTIONS
-        )
+        self._check(x, physical, weights, y)
+        if physical.numel():
+            launch_rows(
+                [x, physical, weights, self._slots_count],
+                [self._middle, y],
+                self._base_address,
+                self._made_for,
+                keep_others,
+            )
 
     def prefill(
         self,
@@ -145,36 +142,24 @@ class SlotExperts:
         As `decode`. The pairs are those of one layer: they have at most as many distinct slots as
         the layer has experts.
         """
-        pairs = self._pairs(x, physical, weights, y)
+        self._check(x, physical, weights, y)
         if physical.numel() == 0:
             return
         if not keep_others:
             y.zero_()
-        shapes = self._shapes
-        arranged = pair_tiles(
-            physical, slots_count=self._bank.experts_per_layer_count, tokens=shapes.tokens
+        tiles = pair_tiles(
+            physical, slots_count=self._bank.experts_per_layer_count, tokens=self._shapes.tokens
         )
-        tiles = Tiles(order=arranged.order, start=arranged.start)
-        count = arranged.start.shape[0]
-        for kernel, rows in (
-            (self._gate_up_tiles, 2 * self._record.inner),
-            (self._down_tiles, self._record.hidden),
-        ):
-            kernel[(count, -(-rows // shapes.rows))](
-                pairs,
-                tiles,
-                RECORD=self._record,
-                CODES=self._codes,
-                TOKENS=shapes.tokens,
-                ROWS=shapes.rows,
-                COLUMNS=shapes.columns,
-                DOT=self._dot,
-                **TILES_OPTIONS,
-            )
+        launch_tiles(
+            [x, physical, weights, self._slots_count, tiles.order, tiles.start],
+            [self._middle, y],
+            self._base_address,
+            self._made_for,
+        )
 
-    def _pairs(
+    def _check(
         self, x: torch.Tensor, physical: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
-    ) -> Pairs:
+    ) -> None:
         tokens = x.shape[0]
         routed, device = (tokens, self._top_k), self._middle.device
         hidden = self._record.hidden
@@ -188,15 +173,6 @@ class SlotExperts:
             )
         if physical.is_cpu and tokens:
             self._check_slots(physical)
-        return Pairs(
-            slots=self._base_address,
-            slots_count=self._slots_count,
-            physical=physical,
-            weights=weights,
-            x=x,
-            middle=self._middle,
-            y=y,
-        )
 
     def _check_slots(self, physical: torch.Tensor) -> None:
         slots_count = int(self._slots_count.item())
@@ -209,6 +185,99 @@ class SlotExperts:
                 f"pairs of {distinct} experts in a call; a layer has "
                 f"{self._bank.experts_per_layer_count}"
             )
+
+
+@torch.library.custom_op("freetokend::slot_experts_rows", mutates_args=("outputs",))
+def launch_rows(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    base_address: int,
+    made_for: str,
+    keep_others: bool,
+) -> None:
+    """Both products of every pair by itself. inputs: x, physical, weights, slots_count; outputs:
+    middle, y; made_for: `_MadeFor` in JSON."""
+    kind = _MadeFor.parse(made_for)
+    count = inputs[1].numel()
+    pairs = _pairs(inputs, outputs, base_address)
+    given = {"RECORD": kind.record, "CODES": kind.codes, "STEPS": kind.shapes.steps}
+    _kernel(gate_up_rows)[(count, kind.record.inner // ROWS_PER_BLOCK)](
+        pairs, **given, **ROWS_OPTIONS
+    )
+    _kernel(down_rows)[(count, -(-kind.record.hidden // ROWS_PER_BLOCK))](
+        pairs, **given, KEEP=keep_others, **ROWS_OPTIONS
+    )
+
+
+@torch.library.custom_op("freetokend::slot_experts_tiles", mutates_args=("outputs",))
+def launch_tiles(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    base_address: int,
+    made_for: str,
+) -> None:
+    """Both products of tiles of pairs. inputs: as of `launch_rows`, then order and start of
+    `PairTiles`."""
+    kind = _MadeFor.parse(made_for)
+    *of_pairs, order, start = inputs
+    pairs, tiles = _pairs(of_pairs, outputs, base_address), Tiles(order=order, start=start)
+    shapes = kind.shapes
+    for kernel, rows in (
+        (gate_up_tiles, 2 * kind.record.inner),
+        (down_tiles, kind.record.hidden),
+    ):
+        _kernel(kernel)[(start.shape[0], -(-rows // shapes.rows))](
+            pairs,
+            tiles,
+            RECORD=kind.record,
+            CODES=kind.codes,
+            TOKENS=shapes.tokens,
+            ROWS=shapes.rows,
+            COLUMNS=shapes.columns,
+            DOT=tl.float32 if kind.interpreted else tl.bfloat16,
+            **TILES_OPTIONS,
+        )
+
+
+@launch_rows.register_fake
+@launch_tiles.register_fake
+def _changes_what_it_is_given(*_: object) -> None:
+    return None
+
+
+class _MadeFor(NamedTuple):
+    """What kernels are compiled for, as an operation of torch can be given it: in JSON."""
+
+    record: Record
+    codes: Codes
+    shapes: Shapes
+    interpreted: bool
+
+    @classmethod
+    def parse(cls, text: str) -> _MadeFor:
+        record, codes, shapes, interpreted = json.loads(text)
+        return cls(Record(*record), Codes(*codes), Shapes(*shapes), interpreted)
+
+
+def _pairs(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], base_address: int
+) -> Pairs:
+    x, physical, weights, slots_count = inputs
+    middle, y = outputs
+    return Pairs(
+        slots=base_address,
+        slots_count=slots_count,
+        physical=physical,
+        weights=weights,
+        x=x,
+        middle=middle,
+        y=y,
+    )
+
+
+def _kernel(kernel: object) -> Any:
+    """A type checker would take what a launch is given for the arguments of a function."""
+    return kernel
 
 
 def _require(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from triton.runtime.driver import driver
 
+from freetokend.experts.gpu import slot_experts, triton_experts
 from freetokend.experts.gpu.slot_experts import SlotExperts
 from freetokend.ftw.formats import parse_format, record_layout
 from freetokend.ftw.layout import ExpertBank
@@ -58,8 +59,7 @@ def compile_format(capability: int, name: str) -> dict[str, dict[str, Any]]:
     )
     compiled: dict[str, dict[str, Any]] = {}
     for kernel in KERNELS:
-        attribute = f"_{kernel}"
-        setattr(experts, attribute, Compiling(getattr(experts, attribute), compiled))
+        setattr(slot_experts, kernel, Compiling(getattr(triton_experts, kernel), compiled))
     for tokens in (1, 16, 17):  # none of them kernels of its own
         x = torch.zeros((tokens, HIDDEN), dtype=torch.bfloat16)
         physical = torch.full((tokens, TOP_K), -1, dtype=torch.int32)

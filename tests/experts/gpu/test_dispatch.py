@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,20 @@ from freetokend.experts.gpu.dispatch import (
     DispatchSpec,
     padded_rows,
 )
+from freetokend.experts.gpu.fill_kernel import fill_records
+from freetokend.experts.gpu.merge_kernel import merge_branches
+from freetokend.experts.gpu.slot_experts import SlotExperts
 from freetokend.experts.plan.contract import PlanOutputs, Stat
 from freetokend.experts.plan.native import NativePlanner
 from freetokend.experts.plan.triton_kernel import TritonPlanner
 from freetokend.experts.residency import ResidencyState
 from freetokend.policy.eviction import default_order
+from tests.experts.gpu.bf16_banks import bf16_bank
 from tests.experts.gpu.dispatch_lives import (
     BUCKETS,
     EXPERTS,
     HIDDEN,
+    INTER,
     LAYERS,
     TOKENS,
     TOP_K,
@@ -210,3 +216,54 @@ def test_a_layer_runs_on_a_pretended_gpu_in_this_order(tmp_path: Path) -> None:
         assert "freetokend::cache_plan" in mode.names
         assert (tuple(out.shape), out.dtype, out.device) == ((3, HIDDEN), torch.float32, device)
     assert noted.calls == ["fork", "fill", "slots", "join", "merge"]
+
+
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_a_layer_by_the_kernels_of_a_gpu_on_a_pretended_one(path: str, tmp_path: Path) -> None:
+    """Nothing of it waits for the device, and all of it is operations that a graph can hold."""
+    device, noted = pretend_cuda(tmp_path), Noted()
+    bank = bf16_bank(layers=LAYERS, experts=EXPERTS, hidden=HIDDEN, inter=INTER).mapped.bank
+    spec = DispatchSpec(
+        moe_layers_count=LAYERS,
+        experts_per_layer_count=EXPERTS,
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        tokens_capacity=TOKENS,
+        buckets_count=BUCKETS,
+        least_slots=2,
+    )
+    with FakeTensorMode():
+        state = ResidencyState.empty(
+            experts_count=LAYERS * EXPERTS, slots_capacity=4, device=device
+        )
+        slots = SlotExperts(
+            bank,
+            base_address=0x7E0000000000,
+            slot_bytes=bank.record_bytes,
+            slots_count=state.slots_count,
+            tokens_capacity=padded_rows(TOKENS),
+            top_k=TOP_K,
+        )
+        ops = BranchOps(
+            fill=lambda fills, count: fill_records(
+                fills, count, 0x7F0000000000, 0x7E0000000000, bank.record_bytes
+            ),
+            slots=partial(getattr(slots, path), keep_others=True),
+            merge=merge_branches,
+            fork=noted,
+        )
+        dispatch = CudaExpertDispatch(
+            spec, ops, lambda shape: TritonPlanner(state, shape, default_order(LAYERS)), device
+        )
+        dispatch.prepare(3)
+        x = torch.zeros(3, HIDDEN, dtype=torch.bfloat16, device=device)
+        ids = torch.zeros(3, TOP_K, dtype=torch.int32, device=device)
+        weights = torch.zeros(3, TOP_K, device=device)
+        with OnlyOn("cuda") as mode:
+            dispatch.begin_step(3)
+            out = dispatch.dispatch(1, x, ids, weights)
+    kind = "rows" if path == "decode" else "tiles"
+    names = ("cache_plan", "fill_records", f"slot_experts_{kind}", "merge_branches")
+    assert {f"freetokend::{name}" for name in names} <= mode.names
+    assert (tuple(out.shape), out.device) == ((3, HIDDEN), device)
+    assert noted.calls == ["fork", "join"]
