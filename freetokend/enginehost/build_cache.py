@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
 from freetokend.core.errors import ConfigError, Reason, ResourceError
 from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts
+from freetokend.device.arena import ArenaError
 from freetokend.device.host_arena import HostArena
 from freetokend.enginehost.backend import BackendChoice
 from freetokend.experts.bank import MappedBank
@@ -196,7 +197,9 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
     try:
         cache.set_fill_counts(fill_table(measured.rates, bank.experts_per_layer_count))
         cache.set_branches([choice.branch for choice in choices])
-        cache.resize(plan.slots_count)
+        note = _take_slots(cache, inputs, plan, decision.backend)
+        if note:
+            backend = replace(backend, notes=(*backend.notes, note))
         sample = cache.fill_sample()
         if sample.differences:
             choice = _unusable(settings, sample)
@@ -216,8 +219,31 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
             layer_runs=_runs(choices),
             fill_rate_source=measured.source,
         ),
-        sweep_from_tokens=_sweep_from(inputs, plan, costs, measured, overrides),
+        sweep_from_tokens=_sweep_from(inputs, cache.slots_count, costs, measured, overrides),
     )
+
+
+def _take_slots(cache: ExpertCache, inputs: CacheInputs, plan: VramPlan, backend: Backend) -> str:
+    """Grow to the slots of the plan, or to fewer where the memory went to others since it was made.
+
+    What became of the plan, or nothing. Raises ArenaError where the number was asked for or the
+    backend needs it, and when there is no room for the experts of a single token.
+    """
+    exact = bool(inputs.settings.slots_count) or backend is Backend.FUSED
+    least_count = 1 if exact else inputs.facts.experts_per_token_count
+    slots_count = plan.slots_count
+    while True:
+        try:
+            cache.resize(slots_count)
+        except ArenaError as error:
+            if exact or slots_count <= least_count:
+                raise
+            cause = error.message
+            slots_count = max(slots_count // 2, least_count)
+            continue
+        if slots_count == plan.slots_count:
+            return ""
+        return f"{slots_count} of the {plan.slots_count} slots planned could be had: {cause}"
 
 
 def _unusable(settings: EngineSettings, sample: VerifyReport) -> BackendChoice:
@@ -287,14 +313,14 @@ def _decision(inputs: CacheInputs, plan: VramPlan, costs: StepCosts) -> BackendD
 
 def _sweep_from(
     inputs: CacheInputs,
-    plan: VramPlan,
+    slots_count: int,
     costs: StepCosts,
     measured: HostRates,
     overrides: Mapping[int, LayerBranch],
 ) -> int:
     """From how many prompt tokens on a sweep is faster; 0 when it never is."""
     bank, most_tokens = inputs.bank, inputs.sweep_tokens
-    resident_ratio = plan.slots_count / bank.experts_count
+    resident_ratio = slots_count / bank.experts_count
     unfillable_count = sum(branch is LayerBranch.CPU for branch in overrides.values())
     token_s = bank.moe_layers_count * measured.chunk_token_s
     crossover = prefill_crossover(

@@ -12,6 +12,9 @@ import pytest
 
 from freetokend.core.errors import ConfigError, Reason, ResourceError
 from freetokend.core.host_facts import HostMemory
+from freetokend.device.arena import ArenaError
+from freetokend.device.host_arena import HostArena
+from freetokend.enginehost import build_cache as build_module
 from freetokend.enginehost.backend import BackendChoice
 from freetokend.enginehost.build import KV_ELEMENT_BYTES, PAGE_TOKENS, read_model_facts
 from freetokend.enginehost.build_cache import (
@@ -35,6 +38,7 @@ from tests.enginehost.local_engine import attach, new_pool
 GIB, MIB = 1 << 30, 1 << 20
 PLENTY = HostMemory(mem_available_bytes=8 * GIB)
 WORKSPACE_BYTES = 10 * MIB
+LOST = "others have it"
 EXPERTS = 32  # of `deep`: 4 layers of 8, 2 per token
 TOP_K, LAYER = 2, 8
 
@@ -224,6 +228,57 @@ def test_a_sweep_begins_where_it_pays_and_nowhere_else(new: New, plan: Plan) -> 
     assert built(nothing, plan(slots_count=16)).sweep_from_tokens == 0
     filling = new(backend="offload", slots_count=16)
     assert 0 < built(filling, plan(slots_count=16)).sweep_from_tokens <= filling.sweep_tokens
+
+
+class CrampedArena(HostArena):
+    """Memory of which a plan thought that there is more."""
+
+    room_bytes = 0
+
+    def grow_to(self, length_bytes: int) -> None:
+        if length_bytes > self.room_bytes:
+            raise ArenaError(LOST, asked_bytes=length_bytes, available_bytes=self.room_bytes)
+        super().grow_to(length_bytes)
+
+
+def cramp(monkeypatch: pytest.MonkeyPatch, room_bytes: int) -> None:
+    """From after the measurements on."""
+    arenas = iter((HostArena, CrampedArena))
+    monkeypatch.setattr(CrampedArena, "room_bytes", room_bytes)
+
+    def arena(capacity_bytes: int) -> HostArena:
+        return next(arenas)(capacity_bytes)
+
+    monkeypatch.setattr(build_module, "HostArena", arena)
+
+
+@pytest.mark.parametrize(("room", "slots_count"), [(8, 4), (5, 4), (2, 2)])
+def test_slots_that_nobody_has_room_for_any_more_become_fewer(
+    new: New, plan: Plan, monkeypatch: pytest.MonkeyPatch, room: int, slots_count: int
+) -> None:
+    planned = replace(plan(), slots_count=18)
+    inputs = new(backend="hybrid")
+    cramp(monkeypatch, room * inputs.bank.record_bytes)
+    made = build_cache(inputs, planned)
+    assert isinstance(made, CachedExperts)
+    try:
+        assert made.description.slots_count == made.cache.slots_count == slots_count
+        assert (
+            made.backend.notes[-1] == f"{slots_count} of the 18 slots planned could be had: {LOST}"
+        )
+        made.cache.check_integrity()
+    finally:
+        made.cache.close()
+
+
+def test_slots_that_were_asked_for_or_fit_no_token_are_refused_instead(
+    new: New, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = new(backend="hybrid")
+    for settings in ({"slots_count": 9}, {}):
+        cramp(monkeypatch, inputs.bank.record_bytes)
+        with pytest.raises(ArenaError, match=LOST):
+            build_cache(new(backend="hybrid", **settings), replace(plan(), slots_count=9))
 
 
 @pytest.fixture
