@@ -51,10 +51,11 @@ class GpuPresence:
 
 
 class Device(StrEnum):
-    """Where the slots of an expert cache are: nowhere, or in ordinary memory."""
+    """Where the slots of an expert cache are: nowhere, in ordinary memory, or on a GPU."""
 
     NONE = "none"
     HOST = "host"
+    CUDA = "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +75,12 @@ def choose_device(settings: EngineSettings, gpus: GpuPresence) -> Device:
         case "auto" | "none":
             return Device.NONE
         case "cuda":
+            if gpus.names:
+                return Device.CUDA
             found = gpus.describe() or "no NVIDIA GPU is visible to this process"
             raise ConfigError(
-                'engine.device = "cuda" needs the engine\'s GPU backend, which this build does not '
-                f'have ({found}). Set it to "auto".',
+                f'engine.device = "cuda" needs an NVIDIA GPU and its driver: {found}. Set it to '
+                '"auto".',
                 param="engine.device",
             )
         case _:
@@ -93,13 +96,18 @@ def uses_host_device(settings: EngineSettings) -> bool:
     return settings.device == Device.HOST and settings.backend != "cpu"
 
 
+def uses_cuda(settings: EngineSettings) -> bool:
+    """Whether an expert cache on a GPU was asked for."""
+    return settings.device == Device.CUDA and settings.backend != "cpu"
+
+
 def choose_backend(asked: str, gpus: GpuPresence) -> BackendChoice:
     """Where no device holds slots. ConfigError for a backend that needs one."""
     if asked in GPU_BACKENDS:
         raise ConfigError(
-            f'engine.backend = "{asked}" needs a device for the slots of its expert cache, and '
-            'this build cannot use a GPU. Set it to "auto" or "cpu"; for development, '
-            'engine.device = "host" puts ordinary memory in the place of a GPU.',
+            f'engine.backend = "{asked}" needs a device for the slots of its expert cache. Set it '
+            'to "auto" or "cpu", or engine.device to "cuda" where there is an NVIDIA GPU; for '
+            'development, engine.device = "host" puts ordinary memory in the place of a GPU.',
             param="engine.backend",
         )
     if asked not in ("auto", "cpu"):
@@ -113,8 +121,8 @@ def choose_backend(asked: str, gpus: GpuPresence) -> BackendChoice:
     found = gpus.describe()
     return BackendChoice(
         backend="cpu",
-        reason=f"this build computes on the CPU only; {found}",
-        notes=(f"{GPU_NOT_USED}, because this build has no GPU backend; {found}.",),
+        reason=f'a GPU is used with engine.device = "cuda" only; {found}',
+        notes=(f'{GPU_NOT_USED}, because engine.device is not "cuda"; {found}.',),
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from dataclasses import replace
+from typing import Final, cast
 
 import torch
 
@@ -15,7 +17,7 @@ from freetokend.core.model_config import ModelFacts, model_facts
 from freetokend.engine.step import Engine
 from freetokend.engine.sweep import SweepingEngine
 from freetokend.engine.work import StepEngine
-from freetokend.enginehost.backend import BackendChoice, uses_host_device
+from freetokend.enginehost.backend import BackendChoice, Device, uses_cuda, uses_host_device
 from freetokend.enginehost.build_cache import (
     CachedExperts,
     CacheInputs,
@@ -23,7 +25,9 @@ from freetokend.enginehost.build_cache import (
     kv_plan_of,
     plan_host_device,
 )
+from freetokend.enginehost.build_cuda import CudaInputs, build_cuda, layer_runs
 from freetokend.enginehost.built import BuiltEngine
+from freetokend.enginehost.cuda_platform import CudaPlatform
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.cpu import bank_experts
 from freetokend.ftw.index import FtwIndex
@@ -32,7 +36,7 @@ from freetokend.ftw.reader import FtwDirectory, read_json_object
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.kvcache.arena import KvArena
 from freetokend.kvcache.native_store import NativeKvStore
-from freetokend.link.messages import EngineSettings
+from freetokend.link.messages import CacheDescription, EngineSettings
 from freetokend.models.registry import build_program
 from freetokend.native.executor import Executor, Numerics
 from freetokend.native.program import NativeDispatch
@@ -71,9 +75,29 @@ def build_engine(
     cpus: tuple[int, ...],
     memory: HostMemory,
 ) -> BuiltEngine:
-    """The EngineBuilder of the CPU and of the host device."""
+    """The EngineBuilder of every device."""
+    platform = _gpu_platform() if uses_cuda(settings) else None
+    return build_engine_on(platform, directory, region_address, settings, cpus, memory)
+
+
+def build_engine_on(
+    platform: CudaPlatform | None,
+    directory: FtwDirectory,
+    region_address: int,
+    settings: EngineSettings,
+    cpus: tuple[int, ...],
+    memory: HostMemory,
+) -> BuiltEngine:
+    """platform: the GPU, where `settings` ask for one; None for the CPU and the host device."""
     torch.set_num_threads(1)  # the executor's threads do the work; torch's would fight them
-    return _Builder(directory, region_address, settings, Executor(cpus), memory).build()
+    builder = _Builder(directory, region_address, settings, Executor(cpus), memory)
+    return builder.build() if platform is None else builder.build_on(platform)
+
+
+def _gpu_platform() -> CudaPlatform:
+    # Triton is imported where there is a GPU alone.
+    module = importlib.import_module("freetokend.enginehost.gpu_platform")
+    return cast("CudaPlatform", module.GpuPlatform())
 
 
 class _Builder:
@@ -114,6 +138,51 @@ class _Builder:
                 return built
             backend = built
         return self._in_place(backend)
+
+    def build_on(self, platform: CudaPlatform) -> BuiltEngine:
+        """Experts in slots of a GPU. ConfigError for a model or numerics that it has no use for."""
+        bank, settings = self._index.expert_bank, self._settings
+        if not bank.experts_count:
+            raise ConfigError(
+                "The model has no routed experts that a cache on a GPU could hold. Set "
+                'engine.device to "none".',
+                param="engine.device",
+            )
+        made = build_cuda(
+            CudaInputs(
+                index=self._index,
+                region_address=self._region_address,
+                program=self._step_program,
+                facts=self._facts,
+                settings=settings,
+                executor=self._executor,
+                kv_shape=self._kv_shape,
+                step_tokens=self._step_tokens,
+            ),
+            platform,
+            hybrid=settings.backend in ("auto", "hybrid"),
+        )
+        cache = made.cache
+        built = self._built(
+            Engine(made.runner, made.kv, self._executor),
+            kv_plan_of(made.plan, self._kv_shape),
+            executions=lambda: cache.executions_count,
+            finished_ops=lambda: made.runner.finished_count,
+            backend=made.backend,
+        )
+        return replace(
+            built,
+            cache=cache,
+            cache_description=CacheDescription(
+                slots_count=cache.slots_count,
+                slots_capacity=cache.slots_capacity,
+                layer_runs=layer_runs(cache, bank, hybrid=made.backend.backend == "hybrid"),
+                fill_rate_source=made.fill_rate_source,
+            ),
+            kernel=f"triton with {built.kernel}",
+            device=Device.CUDA.value,
+            device_name=platform.name,
+        )
 
     def _in_place(self, backend: BackendChoice | None) -> BuiltEngine:
         """Every expert executed in the pool."""
@@ -284,7 +353,7 @@ def _numerics(
         )
     if settings.numerics == "exact":
         return "exact", ()
-    if uses_host_device(settings):
+    if uses_host_device(settings) or uses_cuda(settings):
         raise ConfigError(
             'engine.numerics = "fast" rounds activations as no device with slots does, so that '
             'results would depend on what is resident. It is for the backend "cpu": set '

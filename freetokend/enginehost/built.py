@@ -27,7 +27,8 @@ class BuiltEngine:
     matrices but the experts', the one with most bytes first.
     `backend`: the choice that took measurements, None where none were needed.
     `finished_ops` counts what the engine has computed and grows during a step; from any thread.
-    `cache`, `cache_description`: of the expert cache; None without one.
+    `cache`, `cache_description`: of the expert cache; None without one. `device`: what holds its
+    slots; `device_name`: empty for the CPU's own.
     """
 
     engine: StepEngine
@@ -45,6 +46,8 @@ class BuiltEngine:
     backend: BackendChoice | None = None
     cache: CacheControl | None = None
     cache_description: CacheDescription | None = None
+    device: str = "host"
+    device_name: str = ""
 
 
 class EngineBuilder(Protocol):

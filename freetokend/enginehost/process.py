@@ -29,10 +29,10 @@ from freetokend.core.logs import EventLogger, logger, set_up_logging
 from freetokend.enginehost.attach import AttachedPool, attach_pool
 from freetokend.enginehost.backend import (
     BackendChoice,
-    Device,
     choose_backend,
     choose_device,
     find_gpus,
+    uses_cuda,
     uses_host_device,
 )
 from freetokend.enginehost.built import BuiltEngine, EngineBuilder
@@ -193,7 +193,7 @@ class _Host:
         gpus = find_gpus()
         choose_device(settings, gpus)
         backend = None
-        if not uses_host_device(settings):
+        if not uses_host_device(settings) and not uses_cuda(settings):
             backend = choose_backend(settings.backend, gpus)
         self._tell(LoadStage.ATTACH)
         directory = FtwDirectory(model_dir)
@@ -287,8 +287,8 @@ class _Host:
         bank = directory.index.expert_bank
         return EngineDescription(
             model=self._settings.model,
-            device="cpu" if built.cache is None else Device.HOST.value,
-            device_name=cpu_name(self._files),
+            device="cpu" if built.cache is None else built.device,
+            device_name=built.device_name or cpu_name(self._files),
             backend=backend.backend,
             backend_reason=backend.reason,
             kernel=built.kernel,

@@ -141,6 +141,8 @@ class CudaExpertDispatch:
         self._device = device
         layers, experts = spec.moe_layers_count, spec.experts_per_layer_count
         self.valid_tokens: Final = self._full((1,), 0)
+        self._chosen_tokens = self._full((1,), 0)
+        self._step_tokens = 0
         self.fillable: Final = self._full((layers,), 1)
         fill_all = torch.arange(experts + 1, dtype=torch.int32, device=device)
         self.fill_counts: Final = fill_all.repeat(layers, spec.buckets_count, 1)
@@ -157,6 +159,7 @@ class CudaExpertDispatch:
             raise InternalError(
                 f"a step of {tokens_count} tokens; at most {self._spec.tokens_capacity} fit"
             )
+        self._step_tokens = tokens_count
         self.valid_tokens.fill_(tokens_count)
 
     def set_fill_counts(self, moe_layer_index: int, table: Sequence[Sequence[int]]) -> None:
@@ -186,18 +189,28 @@ class CudaExpertDispatch:
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """As of `ExpertDispatch`; bf16 x, zeros for rows that do not count."""
+        """As of `ExpertDispatch`; bf16 x, zeros for rows that do not count.
+
+        Fewer rows than tokens count in the step are those that want logits: all of them count.
+        """
         rows_count = x.shape[0]
+        if rows_count == 0:
+            return x.new_zeros((0, self._spec.hidden_size), dtype=torch.float32)
+        valid_tokens = self.valid_tokens
+        if rows_count < self._step_tokens:
+            valid_tokens = self._chosen_tokens.fill_(rows_count)
         lane = self._lane(rows_count)
         routed = lane.routed.narrow(0, 0, rows_count)
         routed.copy_(expert_ids)
         y_gpu, y_cpu = (one.narrow(0, 0, rows_count) for one in self._y.unbind(0))
         served = lane.served.narrow(0, 0, rows_count)
         for round_index in range(lane.rounds_count):
-            physical = self._plan(lane, moe_layer_index, round_index).narrow(0, 0, rows_count)
+            physical = self._plan(lane, moe_layer_index, round_index, valid_tokens)
+            physical = physical.narrow(0, 0, rows_count)
             if self._ops.fork is not None:
                 # Before the fill: the CPU computes while records are on their way.
-                self._fork(self._ops.fork, moe_layer_index, x, routed, physical, weights, y_cpu)
+                work = self._cpu_work(x, routed, physical, weights, valid_tokens)
+                self._ops.fork.begin(moe_layer_index, work, y_cpu)
             self._ops.fill(lane.outputs.fills, lane.outputs.fills_count)
             self._ops.slots(x, physical, weights, y_gpu)
             if round_index:
@@ -228,11 +241,13 @@ class CudaExpertDispatch:
                 f"{refused_count} pairs named experts that do not exist"
             )
 
-    def _plan(self, lane: _Lane, moe_layer_index: int, round_index: int) -> torch.Tensor:
+    def _plan(
+        self, lane: _Lane, moe_layer_index: int, round_index: int, valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
         """int32 [rows, k] of the lane: the slot of each pair, once it is filled."""
         inputs = PlanInputs(
             routed=lane.routed,
-            valid_tokens=self.valid_tokens,
+            valid_tokens=valid_tokens,
             fillable=self.fillable,
             fill_count=self.fill_counts.select(0, moe_layer_index),
         )
@@ -242,20 +257,17 @@ class CudaExpertDispatch:
         self.totals.select(0, moe_layer_index).addcmul_(lane.outputs.stats, counted)
         return lane.outputs.physical
 
-    def _fork(
+    def _cpu_work(
         self,
-        fork: CpuFork,
-        moe_layer_index: int,
         x: torch.Tensor,
         routed: torch.Tensor,
         physical: torch.Tensor,
         weights: torch.Tensor,
-        y_cpu: torch.Tensor,
-    ) -> None:
+        valid_tokens: torch.Tensor,
+    ) -> CpuWork:
         ids = self._cpu_ids.narrow(0, 0, x.shape[0])
         ids.copy_(routed).masked_fill_(physical != CPU, -1)
-        work = CpuWork(x=x, ids=ids, weights=weights, tokens=self.valid_tokens)
-        fork.begin(moe_layer_index, work, y_cpu)
+        return CpuWork(x=x, ids=ids, weights=weights, tokens=valid_tokens)
 
     def _lane(self, rows_count: int) -> _Lane:
         padded = padded_rows(rows_count)

@@ -1,0 +1,340 @@
+"""An engine whose experts are in slots of a GPU and whose steps are graphs there.
+
+Every miss is filled ("offload"), or split between fills and the CPU ("hybrid") by a table of the
+rates that are measured before anything is served.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Final
+
+import torch
+
+from freetokend.core.errors import Reason, ResourceError
+from freetokend.core.model_config import ModelFacts
+from freetokend.device.host_arena import HostArena
+from freetokend.engine.graphs import GraphedProgram, GraphSpec
+from freetokend.enginehost.backend import BackendChoice
+from freetokend.enginehost.cuda_platform import CudaPlatform, KvNeeds
+from freetokend.experts.bank import MappedBank
+from freetokend.experts.cpu import bank_experts
+from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, StreamFork
+from freetokend.experts.gpu.device_cache import DeviceCache, NotingRunner
+from freetokend.experts.gpu.dispatch import (
+    BranchOps,
+    CudaExpertDispatch,
+    DispatchSpec,
+    padded_rows,
+)
+from freetokend.experts.host_rates import BURST_COUNT, measure_host_rates
+from freetokend.experts.slot_pool import SlotPool
+from freetokend.ftw.index import FtwIndex
+from freetokend.ftw.layout import ExpertBank
+from freetokend.kvcache.batch import KvStore
+from freetokend.link.messages import EngineSettings, LayerRun
+from freetokend.native.cpu_branch import CpuBranch
+from freetokend.native.executor import Executor
+from freetokend.policy.backend_choice import LayerBranch
+from freetokend.policy.fill_table import fill_table
+from freetokend.policy.kv_sizing import KvShape, pages_for
+from freetokend.policy.vram_budget import Preset, VramFacts, VramPlan, VramWishes, plan_vram
+from freetokend.tensor.cuda_program import CudaProgram
+from freetokend.tensor.dense_tensors import dense_bytes, dense_tensors
+from freetokend.tensor.native_program import buffer_row_bytes
+from freetokend.tensor.program import Attend, Rows, StepProgram
+from freetokend.tensor.state_dict_weights import StateDictWeights
+
+BUCKETS_COUNT: Final = 5
+# What graphs of all sizes take beside the memory they share, and what libraries load.
+GRAPH_BYTES: Final = 256 << 20
+# Of attention's parts, per query and column; and y of both branches.
+_PARTS_COUNT: Final = 128
+_FILLS_TIMED: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaInputs:
+    """What an engine on a GPU is built from. step_tokens: the most of one step."""
+
+    index: FtwIndex
+    region_address: int
+    program: StepProgram
+    facts: ModelFacts
+    settings: EngineSettings
+    executor: Executor
+    kv_shape: KvShape
+    step_tokens: int
+
+    @property
+    def mapped(self) -> MappedBank:
+        return MappedBank(bank=self.index.expert_bank, region_address=self.region_address)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaEngine:
+    """runner: steps of the model over `kv`, logits on the host."""
+
+    runner: NotingRunner
+    kv: KvStore
+    cache: DeviceCache
+    plan: VramPlan
+    backend: BackendChoice
+    fill_rate_source: str
+
+
+def plan_device(inputs: CudaInputs, platform: CudaPlatform) -> VramPlan:
+    """Slots and KV pages; errors as of `plan_vram`."""
+    bank, facts, settings = inputs.index.expert_bank, inputs.facts, inputs.settings
+    free_bytes = platform.memory().free_bytes
+    if settings.device_bytes:
+        free_bytes = min(free_bytes, settings.device_bytes)
+    return plan_vram(
+        VramFacts(
+            free_bytes=free_bytes,
+            own_bytes=0,
+            dense_bytes=dense_bytes(inputs.index),
+            workspace_bytes=workspace_bytes(inputs),
+            state_bytes=0,
+            graph_bytes=GRAPH_BYTES,
+            record_bytes=bank.record_bytes,
+            experts_count=bank.experts_count,
+            experts_per_layer_count=bank.experts_per_layer_count,
+            top_k=facts.experts_per_token_count,
+            kv_page_bytes=inputs.kv_shape.page_bytes,
+            kv_page_tokens=inputs.kv_shape.page_tokens,
+            model_context_tokens=facts.max_context_tokens,
+            max_running_count=settings.max_running_count,
+        ),
+        VramWishes(
+            preset=Preset(settings.preset),
+            slots_count=settings.slots_count or None,
+            kv_bytes=settings.kv_bytes or None,
+            max_context_tokens=settings.max_context_tokens or None,
+        ),
+    )
+
+
+def workspace_bytes(inputs: CudaInputs) -> int:
+    """What a step needs beside weights: buffers, results of both branches, attention's parts and
+    logits."""
+    facts, rows = inputs.facts, padded_rows(inputs.step_tokens)
+    pair_bytes = 8 * facts.hidden_size + 2 * (facts.expert_size + 16)
+    token_bytes = buffer_row_bytes(inputs.program, Rows.TOKENS) + (
+        facts.experts_per_token_count * pair_bytes
+    )
+    running = padded_rows(inputs.settings.max_running_count)
+    parts_bytes = running * q_heads_count(inputs) * _PARTS_COUNT * 4 * (facts.head_size + 2)
+    # Results and what they are made from are there at once.
+    return 2 * rows * token_bytes + parts_bytes + 2 * running * facts.vocab_size * 4
+
+
+def q_heads_count(inputs: CudaInputs) -> int:
+    """Of the model's attention; the most of any layer."""
+    program = inputs.program
+    return max(
+        program.buffers[op.q].width // op.head_size for op in program.ops if isinstance(op, Attend)
+    )
+
+
+def build_cuda(inputs: CudaInputs, platform: CudaPlatform, *, hybrid: bool) -> CudaEngine:
+    """hybrid: the CPU executes what is not filled. ConfigError and ResourceError name the key."""
+    plan = plan_device(inputs, platform)
+    parts = _Parts(inputs, platform, hybrid=hybrid)
+    try:
+        return parts.engine(plan)
+    except BaseException:
+        parts.close()
+        raise
+
+
+class _Parts:
+    """What an engine is put together from, in the order in which it is needed."""
+
+    def __init__(self, inputs: CudaInputs, platform: CudaPlatform, *, hybrid: bool) -> None:
+        bank = inputs.index.expert_bank
+        self._inputs, self._platform, self._hybrid = inputs, platform, hybrid
+        self._top_k = inputs.facts.experts_per_token_count
+        self._rows = padded_rows(inputs.step_tokens)
+        self._pool = SlotPool(
+            platform.new_arena(bank.experts_count * bank.record_bytes),
+            platform.copier,
+            record_bytes=bank.record_bytes,
+            experts_count=bank.experts_count,
+            slots_capacity=bank.experts_count,
+            device=platform.device,
+        )
+        self._registration = platform.new_registration(
+            inputs.region_address, bank.offset_bytes + bank.experts_count * bank.record_bytes
+        )
+        self._branch: CpuBranch | None = None
+        self._buffers: HostBuffers | None = None  # the branch has their addresses
+        self._fork: CpuFork | None = None
+        fork = self._new_fork() if hybrid else None
+        self._ops = platform.new_ops(
+            inputs.mapped, self._pool, rows_capacity=self._rows, top_k=self._top_k
+        )
+        self._dispatch = CudaExpertDispatch(
+            DispatchSpec(
+                moe_layers_count=bank.moe_layers_count,
+                experts_per_layer_count=bank.experts_per_layer_count,
+                hidden_size=bank.hidden_size,
+                top_k=self._top_k,
+                tokens_capacity=inputs.step_tokens,
+                buckets_count=BUCKETS_COUNT,
+                least_slots=self._top_k,
+            ),
+            BranchOps(fill=self._ops.fill, slots=self._ops.slots, merge=self._ops.merge, fork=fork),
+            platform.new_planner(self._pool.state, bank.moe_layers_count),
+            platform.device,
+        )
+        self._cache = DeviceCache(
+            inputs.mapped,
+            self._pool,
+            self._dispatch,
+            self._registration,
+            least_slots=0 if hybrid else self._top_k,
+            synchronize=platform.synchronize,
+            close_first=self._close_branch,
+        )
+
+    def close(self) -> None:
+        self._cache.close()
+
+    def engine(self, plan: VramPlan) -> CudaEngine:
+        inputs, bank = self._inputs, self._inputs.index.expert_bank
+        while self._cache.register(bank.offset_bytes):
+            pass
+        note = self._registration.note
+        if note and not self._hybrid:
+            raise ResourceError(
+                f"Without the CPU every record must be pinned: {note}. Set engine.backend to "
+                '"auto" or "hybrid".',
+                reason=Reason.HOST_MEMORY,
+                param="engine.backend",
+            )
+        self._cache.resize(plan.slots_count)
+        source = self._split() if self._hybrid else "every miss is filled"
+        needs = KvNeeds(
+            shape=inputs.kv_shape,
+            # One more, that no sequence is given: rows that only pad a graph write there.
+            pages_count=plan.kv_pages_count + 1,
+            q_heads_count=q_heads_count(inputs),
+            context_tokens=plan.servable_context_tokens,
+        )
+        attention = self._platform.new_kv(needs)
+        runner = NotingRunner(self._program(plan, attention.store), self._cache)
+        asked = inputs.settings.backend
+        how = "it is asked for" if asked != "auto" else "a GPU is there"
+        return CudaEngine(
+            runner=runner,
+            kv=attention.store,
+            cache=self._cache,
+            plan=plan,
+            backend=BackendChoice(
+                backend="hybrid" if self._hybrid else "offload",
+                reason=f"{how}: {self._platform.name}, attention by {attention.reason}",
+                notes=(note,) if note else (),
+            ),
+            fill_rate_source=source,
+        )
+
+    def _new_fork(self) -> CpuFork:
+        inputs = self._inputs
+        self._buffers = HostBuffers.make(
+            tokens_capacity=self._rows,
+            top_k=self._top_k,
+            hidden_size=inputs.index.expert_bank.hidden_size,
+            pinned=self._platform.pins,
+        )
+        experts = bank_experts(inputs.index.expert_bank, inputs.region_address)
+        self._branch = CpuBranch(inputs.executor, experts, self._buffers.addresses())
+        fork = self._platform.new_fork(self._branch, self._buffers)
+        self._fork = fork
+        return fork
+
+    def _close_branch(self) -> None:
+        if self._branch is not None:
+            if isinstance(self._fork, StreamFork):
+                self._fork.close()
+            self._branch.close()
+
+    def _program(self, plan: VramPlan, kv: KvStore) -> GraphedProgram:
+        inputs, device = self._inputs, self._platform.device
+        tensors = dense_tensors(inputs.region_address, inputs.index, inputs.program, device)
+        program = CudaProgram(
+            inputs.program,
+            StateDictWeights(tensors, torch.bfloat16),
+            self._dispatch,
+            positions_count=plan.servable_context_tokens,
+            device=device,
+        )
+        return GraphedProgram(
+            program,
+            kv,
+            self._platform.new_backend(),
+            GraphSpec(
+                rows_capacity=padded_rows(inputs.settings.max_running_count),
+                pages_capacity=pages_for(plan.servable_context_tokens, inputs.kv_shape.page_tokens),
+                padding_page=plan.kv_pages_count,
+            ),
+            begin_step=self._dispatch.begin_step,
+            device=device,
+        )
+
+    def _split(self) -> str:
+        """Set the table of fills by what is measured now; where its figures come from."""
+        bank = self._inputs.index.expert_bank
+        count = min(_FILLS_TIMED, self._cache.slots_count, bank.experts_per_layer_count)
+        if count == 0 or not self._cache.fillable(bank.offset_bytes)[0]:
+            return "nothing can be filled"
+        host = measure_host_rates(
+            self._inputs.mapped,
+            self._inputs.executor,
+            HostArena(BURST_COUNT * bank.record_bytes),
+        )
+        rate = count * bank.record_bytes / self._fill_s(count)
+        alone = host.rates.cpu_alone_bytes_per_s
+        rates = replace(
+            host.rates,
+            fill_bytes_per_s=rate,
+            fill_alone_bytes_per_s=rate,
+            fill_fixed_s=0.0,
+            cpu_bytes_per_s=max(alone - rate, 0.0),
+        )
+        self._cache.set_fill_counts(fill_table(rates, bank.experts_per_layer_count))
+        return (
+            f"fills measured when the engine started ({rate / 1e9:.1f} GB/s), as was the CPU alone "
+            f"({alone / 1e9:.1f} GB/s); beside fills it is taken to have what they leave"
+        )
+
+    def _fill_s(self, count: int) -> float:
+        """Seconds of so many fills of slots in which nothing lies yet."""
+        platform, best_s = self._platform, float("inf")
+        numbers = torch.arange(count, dtype=torch.int32)
+        fills = torch.stack((numbers, numbers), dim=1).to(platform.device)
+        fills_count = torch.full((1,), count, dtype=torch.int32, device=platform.device)
+        for _ in range(5):
+            platform.synchronize()
+            began_s = time.perf_counter()
+            self._ops.fill(fills, fills_count)
+            platform.synchronize()
+            best_s = min(best_s, time.perf_counter() - began_s)
+        return best_s
+
+
+def layer_runs(cache: DeviceCache, bank: ExpertBank, *, hybrid: bool) -> tuple[LayerRun, ...]:
+    """What happens to each layer's misses, neighbours alike together."""
+    filled = (
+        (LayerBranch.SPLIT, "its records are pinned")
+        if hybrid
+        else (LayerBranch.FILL, "without the CPU every miss is filled")
+    )
+    executed = (LayerBranch.CPU, "its records are not pinned")
+    fates = [filled if one else executed for one in cache.fillable(bank.offset_bytes)]
+    return tuple(
+        LayerRun(layers_count=len(list(run)), branch=branch, reason=reason)
+        for (branch, reason), run in groupby(fates)
+    )

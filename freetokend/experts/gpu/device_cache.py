@@ -1,0 +1,197 @@
+"""The expert cache of a GPU as control steers and watches it: slots, plans, pinned layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from freetokend.core.cache_stats import CacheCounters, LayerCounters
+from freetokend.core.errors import Reason, ResourceError
+from freetokend.experts.bank import MappedBank
+from freetokend.experts.gpu.dispatch import CudaExpertDispatch
+from freetokend.experts.plan.contract import Stat
+from freetokend.experts.residency import NOT_RESIDENT
+from freetokend.experts.slot_checks import VerifyReport
+from freetokend.experts.slot_pool import ResizeResult, SlotPool
+from freetokend.tensor.protocols import KvView, StepInput, StepRunner
+
+
+class Registration(Protocol):
+    """Host memory that a GPU may read, from its beginning on."""
+
+    @property
+    def registered_bytes(self) -> int: ...
+
+    @property
+    def note(self) -> str: ...
+
+    def step(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What the last step left, on the host."""
+
+    totals: tuple[tuple[int, ...], ...]
+    resident_count: int
+
+
+class DeviceCache:
+    """Owns slots and registration; `dispatch` works with them. Called between steps, but for
+    `counters`."""
+
+    def __init__(
+        self,
+        mapped: MappedBank,
+        pool: SlotPool,
+        dispatch: CudaExpertDispatch,
+        registration: Registration,
+        *,
+        least_slots: int,
+        synchronize: Callable[[], None],
+        close_first: Callable[[], None] = lambda: None,
+    ) -> None:
+        """least_slots: below which no step can be computed; synchronize: waits for the device;
+        close_first: ends what else uses the pool, when the cache is closed."""
+        self._mapped = mapped
+        self._pool = pool
+        self._dispatch = dispatch
+        self._registration = registration
+        self._least_slots: Final = least_slots
+        self._synchronize = synchronize
+        self._close_first = close_first
+        layers = mapped.bank.moe_layers_count
+        self._seen = _Seen(totals=((0,) * len(Stat),) * layers, resident_count=0)
+
+    @property
+    def slots_count(self) -> int:
+        """Slots that exist."""
+        return self._pool.slots_count
+
+    @property
+    def slots_capacity(self) -> int:
+        """The most slots there can be."""
+        return self._pool.slots_capacity
+
+    def register(self, bank_offset_bytes: int) -> bool:
+        """Register the next part of the pool; False when there is nothing left to do.
+
+        A layer whose records all are registered can be filled from the next step on.
+        bank_offset_bytes: of the region before the bank, which is registered with it.
+        """
+        more = self._registration.step()
+        self._dispatch.set_fillable(self.fillable(bank_offset_bytes))
+        return more
+
+    def fillable(self, bank_offset_bytes: int) -> list[bool]:
+        """By layer: whether every record lies in what is registered."""
+        bank = self._mapped.bank
+        layer_bytes = bank.experts_per_layer_count * bank.record_bytes
+        registered_bytes = self._registration.registered_bytes - bank_offset_bytes
+        return [
+            (layer + 1) * layer_bytes <= registered_bytes for layer in range(bank.moe_layers_count)
+        ]
+
+    def set_fill_counts(self, table: Sequence[Sequence[int]]) -> None:
+        """Split every layer's misses by this table, [buckets][misses + 1]."""
+        for layer in range(self._mapped.bank.moe_layers_count):
+            self._dispatch.set_fill_counts(layer, table)
+
+    def resize(self, slots_count: int) -> ResizeResult:
+        """Have exactly this many slots; errors as of `SlotPool.resize`, and ResourceError for fewer
+        than a step needs."""
+        if slots_count < self._least_slots:
+            raise ResourceError(
+                f"a cache whose misses are all filled needs {self._least_slots} slots or more, "
+                f"not {slots_count}: one token's experts.",
+                reason=Reason.DEVICE_MEMORY,
+            )
+        self._synchronize()
+        result = self._pool.resize(slots_count)
+        self.note_step()
+        return result
+
+    def verify(self, progress: Callable[[], None] = lambda: None) -> VerifyReport:
+        """Compare every resident slot with the pool; progress: called after each."""
+        self._synchronize()
+        return self._pool.verify(self._mapped, progress)
+
+    def check_integrity(self) -> None:
+        """Every invariant of slots, state and memory; InternalError names what breaks."""
+        self._synchronize()
+        self._pool.check_integrity()
+
+    def note_step(self) -> None:
+        """After a step: InternalError when it is void; else keep what it counted."""
+        self._dispatch.check()
+        resident = (self._pool.state.slot_of_expert != NOT_RESIDENT).sum().view(1)
+        told = torch.cat((self._dispatch.totals.flatten(), resident)).cpu()
+        totals = told[:-1].view(self._dispatch.totals.shape).tolist()
+        self._seen = _Seen(totals=tuple(map(tuple, totals)), resident_count=int(told[-1]))
+
+    def counters(self) -> CacheCounters:
+        """From any thread: as of the last step."""
+        seen, record_bytes = self._seen, self._pool.record_bytes
+        fills_count = sum(row[Stat.FILLS] for row in seen.totals)
+        return CacheCounters(
+            slots_count=self.slots_count,
+            slots_capacity=self.slots_capacity,
+            resident_count=seen.resident_count,
+            slot_bytes=record_bytes,
+            committed_bytes=self._pool.committed_bytes,
+            generation=self._pool.generation,
+            layers=tuple(
+                LayerCounters(
+                    hits_count=row[Stat.HITS],
+                    misses_count=row[Stat.MISSES],
+                    fills_count=row[Stat.FILLS],
+                    cpu_count=row[Stat.CPU],
+                    evictions_count=row[Stat.EVICTIONS],
+                )
+                for row in seen.totals
+            ),
+            fills_count=fills_count,
+            fill_bytes=fills_count * record_bytes,
+        )
+
+    @property
+    def executions_count(self) -> int:
+        """(token, expert) pairs, wherever they were computed; as of the last step."""
+        return sum(row[Stat.PAIRS] for row in self._seen.totals)
+
+    def close(self) -> None:
+        """Give slots and registration back; no step may run any more."""
+        self._synchronize()
+        self._close_first()
+        self._registration.close()
+        self._pool.close()
+
+
+class NotingRunner:
+    """A StepRunner whose logits are on the host, after the cache has noted the step."""
+
+    def __init__(self, program: StepRunner, cache: DeviceCache) -> None:
+        self._program = program
+        self._cache = cache
+        self._finished_count = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self._program.vocab_size
+
+    @property
+    def finished_count(self) -> int:
+        """Steps; from any thread."""
+        return self._finished_count
+
+    def forward(self, step: StepInput, kv: KvView) -> torch.Tensor:
+        """As of `StepRunner`, on the CPU. InternalError for a step that is void."""
+        logits = self._program.forward(step, kv).cpu()
+        self._cache.note_step()
+        self._finished_count += 1
+        return logits

@@ -1,0 +1,129 @@
+"""The engine of a GPU put together without one: the same tokens whatever is in slots."""
+
+from __future__ import annotations
+
+import pytest
+
+from freetokend.core.errors import ConfigError, ResourceError
+from freetokend.enginehost.backend import Device, GpuPresence, choose_device, uses_cuda
+from freetokend.enginehost.build_cuda import layer_runs
+from freetokend.enginehost.built import BuiltEngine
+from freetokend.experts.gpu.device_cache import DeviceCache
+from freetokend.ftw.reader import FtwDirectory
+from freetokend.link.messages import EngineSettings
+from freetokend.policy.backend_choice import LayerBranch
+from tests.enginehost.cpu_platform import CpuPlatform, engine_on
+from tests.enginehost.local_engine import ask, local_engine, serve
+
+PROMPTS = ([1, 5, 9, 2, 7], [3, 3, 8], [4, 1, 1, 6, 2, 9, 5, 7, 8, 2, 1, 3])
+NEW_TOKENS = 24
+
+
+def cache_of(built: BuiltEngine) -> DeviceCache:
+    assert isinstance(built.cache, DeviceCache)
+    return built.cache
+
+
+def tokens(built: BuiltEngine) -> dict[str, list[int]]:
+    requests = [ask(str(at), prompt, NEW_TOKENS) for at, prompt in enumerate(PROMPTS)]
+    return dict(serve(built, requests, steps_between=2).tokens)
+
+
+def settings(**more: int | str) -> dict[str, int | str]:
+    return {"max_context_tokens": 128, "max_running_count": 4, "kv_bytes": 1 << 20, **more}
+
+
+def test_tokens_depend_on_no_slot_split_or_pinning(deep: FtwDirectory) -> None:
+    bank = deep.index.expert_bank
+    found = []
+    for backend, slots, share in (
+        ("hybrid", 2, 1.0),
+        ("hybrid", bank.experts_count // 2, 0.6),
+        ("auto", bank.experts_count, 1.0),
+        ("hybrid", 4, 0.0),
+        ("offload", 2, 1.0),
+        ("offload", bank.experts_count // 2, 1.0),
+    ):
+        platform = CpuPlatform(pinned_share=share)
+        with engine_on(platform, deep, **settings(backend=backend, slots_count=slots)) as built:
+            found.append(tokens(built))
+            cache = cache_of(built)
+            cache.check_integrity()
+            counters = cache.counters()
+            assert (counters.slots_count, built.device) == (slots, "cuda")
+            assert cache.verify().differences == ()
+            cpu_count = sum(layer.cpu_count for layer in counters.layers)
+            assert (cpu_count > 0) == (backend == "hybrid")
+            assert (counters.fills_count > 0) == (share > 0)
+            assert built.expert_executions() > 0
+            assert platform.backend.captures_count > 0
+            assert built.finished_ops() > 0
+            assert built.backend is not None
+            assert built.backend.backend == ("offload" if backend == "offload" else "hybrid")
+        assert platform.registration is not None
+        assert platform.registration.closed
+    assert all(one == found[0] for one in found)
+
+
+def test_most_tokens_are_the_cpus(deep: FtwDirectory) -> None:
+    """Sums in another order may choose another token where two are as good as each other."""
+    with engine_on(CpuPlatform(), deep, **settings(slots_count=8)) as built:
+        ours = tokens(built)
+    with local_engine(deep, max_context_tokens=128, max_running_count=4) as built:
+        theirs = tokens(built)
+    assert [ours[one][0] for one in ours] == [theirs[one][0] for one in ours]
+
+
+def test_a_resize_in_the_middle_changes_no_token(deep: FtwDirectory) -> None:
+    with engine_on(CpuPlatform(), deep, **settings(backend="offload", slots_count=8)) as built:
+        before = tokens(built)
+        cache = cache_of(built)
+        for slots_count in (2, 20, 5):
+            assert cache.resize(slots_count).slots_count == slots_count
+            cache.check_integrity()
+            assert tokens(built) == before
+        with pytest.raises(ResourceError, match="needs 2 slots or more, not 1"):
+            cache.resize(1)
+        assert tokens(built) == before
+
+
+def test_layers_that_are_not_pinned_run_on_the_cpu(deep: FtwDirectory) -> None:
+    with engine_on(CpuPlatform(pinned_share=0.6), deep, **settings(slots_count=8)) as built:
+        assert built.cache_description is not None
+        runs = built.cache_description.layer_runs
+        assert [run.branch for run in runs] == [LayerBranch.SPLIT, LayerBranch.CPU]
+        assert sum(run.layers_count for run in runs) == deep.index.expert_bank.moe_layers_count
+        assert "measured" in built.cache_description.fill_rate_source
+        assert built.backend is not None
+        assert built.backend.notes == ("the rest stays pageable",)
+        bank = deep.index.expert_bank
+        (run,) = layer_runs(cache_of(built), bank, hybrid=False)[:1]
+        assert run.branch is LayerBranch.FILL
+    with (
+        pytest.raises(ResourceError, match="every record must be pinned"),
+        engine_on(CpuPlatform(pinned_share=0.6), deep, **settings(backend="offload")),
+    ):
+        pass
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(deep: FtwDirectory) -> None:
+    with (
+        pytest.raises(ResourceError, match="dense weights"),
+        engine_on(CpuPlatform(free_bytes=1 << 20), deep, **settings()),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match="fast"),
+        engine_on(CpuPlatform(), deep, **settings(numerics="fast")),
+    ):
+        pass
+
+
+def test_a_gpu_is_used_where_it_is_asked_for_and_there() -> None:
+    asked = EngineSettings(model="m", device="cuda")
+    assert choose_device(asked, GpuPresence(names=("NVIDIA H200",))) is Device.CUDA
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU and its driver: no NVIDIA GPU"):
+        choose_device(asked, GpuPresence())
+    assert uses_cuda(asked)
+    assert not uses_cuda(EngineSettings(model="m", device="cuda", backend="cpu"))
+    assert not uses_cuda(EngineSettings(model="m"))
