@@ -107,7 +107,7 @@ def offload_s(costs: StepCosts, *, miss_ratio: float, unfillable_layers_count: i
 
 def hybrid_s(costs: StepCosts, *, miss_ratio: float, unfillable_layers_count: int = 0) -> float:
     """Seconds per token where misses are split by the table; likewise."""
-    row = fill_table(costs.rates, costs.top_k)[0]
+    row = fill_table(costs.rates, costs.top_k, later_ratio=1)[0]
     return _cached_s(costs, miss_ratio, unfillable_layers_count, row.__getitem__)
 
 

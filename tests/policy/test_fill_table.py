@@ -16,6 +16,7 @@ from freetokend.experts.plan.contract import Stat
 from freetokend.experts.plan.oracle import OraclePlanner, OracleState
 from freetokend.policy.eviction import Lru
 from freetokend.policy.fill_table import (
+    LATER_RATIO,
     FillRates,
     closed_form_fills,
     fill_all_table,
@@ -27,6 +28,7 @@ from freetokend.policy.fill_table import (
 )
 
 MICROSECOND = 1e-6
+NEAR, LATER = Fraction(10**9 + 1, 10**9), Fraction(LATER_RATIO)
 RATES = st.floats(1e6, 1e13)
 FIXED = st.one_of(st.just(0.0), st.floats(0, 1e-2))
 
@@ -77,7 +79,8 @@ def any_rates(draw: st.DrawFn) -> FillRates:
 @given(any_rates(), st.integers(0, 40))
 @settings(deadline=None)
 def test_no_q_is_better_than_the_table(rates: FillRates, misses_capacity: int) -> None:
-    table = fill_table(rates, misses_capacity)
+    table = fill_table(rates, misses_capacity, later_ratio=1)
+    later = fill_table(rates, misses_capacity)
     assert len(table) == len(rates.cpu_slowdown_ratios)
     for bucket, row in enumerate(table):
         assert len(row) == misses_capacity + 1
@@ -85,7 +88,9 @@ def test_no_q_is_better_than_the_table(rates: FillRates, misses_capacity: int) -
         for m in range(1, misses_capacity + 1):
             assert 1 <= row[m] <= m
             best = min(exact_s(rates, bucket, m, q) for q in range(1, m + 1))
-            assert exact_s(rates, bucket, m, row[m]) <= best * Fraction(10**9 + 1, 10**9)
+            assert exact_s(rates, bucket, m, row[m]) <= best * NEAR
+            assert exact_s(rates, bucket, m, later[bucket][m]) <= best * NEAR * LATER
+            assert later[bucket][m] >= row[m]
 
 
 @given(
@@ -110,11 +115,15 @@ def test_of_equally_good_splits_the_one_with_most_fills(
         fill_fixed_s=fill_fixed_us * MICROSECOND,
         cpu_fixed_s=cpu_fixed_us * MICROSECOND,
     )
-    (row,) = fill_table(rates, 16)
-    for m in range(1, 17):
-        costs = {q: exact_s(rates, 0, m, q) for q in range(1, m + 1)}
-        least = min(costs.values()) * Fraction(10**9 + 1, 10**9)
-        assert row[m] == max(q for q, cost in costs.items() if cost <= least), m
+    # A link that is faster beside the CPU than alone does not exist; there more fills can be
+    # cheaper than fewer again, behind the best split.
+    ratios = (Fraction(1), LATER, Fraction(5, 4)) if alone_us <= fill_us else (Fraction(1),)
+    for ratio in ratios:
+        (row,) = fill_table(rates, 16, later_ratio=float(ratio))
+        for m in range(1, 17):
+            costs = {q: exact_s(rates, 0, m, q) for q in range(1, m + 1)}
+            most = min(costs.values()) * ratio * NEAR
+            assert row[m] == max(q for q, cost in costs.items() if cost <= most), m
 
 
 @pytest.mark.parametrize(
@@ -135,7 +144,7 @@ def test_of_equally_good_splits_the_one_with_most_fills(
 )
 def test_the_closed_form(link: float, host: float, misses: int, expected: int) -> None:
     rates = ideal_rates(1 << 20, link_bytes_per_s=link * 1e9, host_bytes_per_s=host * 1e9)
-    assert fill_table(rates, misses)[0][misses] == expected
+    assert fill_table(rates, misses, later_ratio=1)[0][misses] == expected
 
 
 def test_the_closed_form_as_a_ratio() -> None:
@@ -154,7 +163,7 @@ def test_the_table_is_the_closed_form_rounded_one_way_or_the_other(
 ) -> None:
     host = link * more
     rates = ideal_rates(1 << 22, link_bytes_per_s=link, host_bytes_per_s=host)
-    q = fill_table(rates, misses)[0][misses]
+    q = fill_table(rates, misses, later_ratio=1)[0][misses]
     closed = closed_form_fills(misses, link_bytes_per_s=link, host_bytes_per_s=host)
     assert q in (max(math.floor(closed + 1e-9), 1), max(math.ceil(closed - 1e-9), 1))
 
@@ -181,7 +190,7 @@ def test_filling_alone_has_its_own_rate() -> None:
 def test_one_miss_more_is_one_fill_more_or_none() -> None:
     """As wide as the widest layer: 512 experts, with 10 buckets."""
     rates = replace(RATES_4, cpu_slowdown_ratios=tuple(1.5**b for b in range(10)))
-    table = fill_table(rates, 512)
+    table = fill_table(rates, 512, later_ratio=1)
     for row in table:
         steps = [after - before for before, after in pairwise(row)]
         assert set(steps) <= {0, 1}
