@@ -113,7 +113,9 @@ class _DecodePath:
     @classmethod
     def of(cls, facts: PrefillFacts) -> _DecodePath:
         rates, experts = facts.costs.rates, facts.costs.experts_per_layer_count
-        table = fill_table(rates, experts, later_ratio=1) if facts.cpu_kernel else fill_all_table(experts)
+        table = fill_all_table(experts)
+        if facts.cpu_kernel:
+            table = fill_table(rates, experts, later_ratio=1)
         rising: list[tuple[float, ...]] = []
         for bucket, fills in enumerate(table):
             row = [
