@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.memory import CEILING_BYTES, CeilingSide, HugeMemory
-from benchmarks.our_model import OurSide, converted, our_engine
+from benchmarks.our_model import OurEngine, OurSide, converted, our_engine
 from benchmarks.peers.cache import PeerUnavailableError
 from benchmarks.peers.child import Child
 from benchmarks.peers.llama_cpp import LlamaSide, ensure_llama_bench
@@ -38,7 +38,6 @@ from benchmarks.synthetic_model import (
     SyntheticModel,
     synthetic_model,
 )
-from freetokend.enginehost.built import BuiltEngine
 from freetokend.native.executor import Executor
 
 # Types of the experts and of the dense part.
@@ -101,7 +100,7 @@ class Bench:
         )
         directory = converted(model)
         with (
-            our_engine(directory, cpus, self.numerics) as built,
+            our_engine(directory, cpus, self.numerics) as engine,
             Executor(cpus) as executor,
             ExitStack() as stack,
         ):
@@ -122,16 +121,17 @@ class Bench:
                 rivals += [child for child in children if self._takes(child, work)]
                 ceiling = CeilingSide(executor, self.ceiling)
                 ceiling.bytes_per_unit = token_bytes(model)
-                self._play(work, model, built, [*rivals], ceiling)
+                self._play(work, model, engine, [*rivals], ceiling)
 
     def _play(
         self,
         work: Work,
         model: SyntheticModel,
-        built: BuiltEngine,
+        engine: OurEngine,
         rivals: Sequence[Side],
         ceiling: CeilingSide,
     ) -> None:
+        built, page_bytes = engine.built, engine.page_bytes
         ours = OurSide(built, work.sequences, work.tokens)
         with foreground(self.first):
             outcome = play_rivals(ours, rivals, ceiling, self.plan, self.notes)
@@ -145,10 +145,14 @@ class Bench:
             if rival.name not in outcome.names:
                 continue
             goal = work.goal(model.experts) if rival.name == "llama.cpp" else 0.0
-            self._add(outcome.row(case, ours.name, rival.name, "tokens/s", goal))
+            row = outcome.row(case, ours.name, rival.name, "tokens/s", goal, page_bytes=page_bytes)
+            self._add(row)
         if work.sequences == 1:
             scale = ceiling.bytes_per_unit / 1e9
-            self._add(outcome.row(case, ours.name, ceiling.name, "GB/s", 0.0, scale=scale))
+            row = outcome.row(
+                case, ours.name, ceiling.name, "GB/s", 0.0, scale=scale, page_bytes=page_bytes
+            )
+            self._add(row)
 
     def _add(self, row: Row) -> None:
         self.rows.append(row)

@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,14 @@ MOST_SEQUENCES: Final = 32
 STEP_TOKENS: Final = 1024
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OurEngine:
+    """page_bytes: of the pages under its pool."""
+
+    built: BuiltEngine
+    page_bytes: int
+
+
 def converted(model: SyntheticModel) -> FtwDirectory:
     """The FTW directory beside the model's GGUF file, with the codes of that file.
 
@@ -51,7 +60,7 @@ def converted(model: SyntheticModel) -> FtwDirectory:
 @contextmanager
 def our_engine(
     directory: FtwDirectory, cpus: Sequence[int], numerics: str = "exact"
-) -> Iterator[BuiltEngine]:
+) -> Iterator[OurEngine]:
     """An engine over a pool of its own; nothing of it may be used afterwards."""
     index = directory.index
     memory = HostMemory(mem_available_bytes=_available_bytes())
@@ -74,13 +83,8 @@ def our_engine(
             numerics=numerics,
         )
         with attached.mapping as mapping:
-            yield build_engine(
-                directory,
-                mapping.region_address,
-                settings,
-                tuple(cpus),
-                memory,
-            )
+            built = build_engine(directory, mapping.region_address, settings, tuple(cpus), memory)
+            yield OurEngine(built=built, page_bytes=mapping.pages().page_bytes)
     finally:
         os.close(pool.fd)
 
