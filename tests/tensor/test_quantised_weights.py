@@ -93,8 +93,9 @@ class Region:
             entry = plan.tensors[tensor.name]
             self._bytes[entry.offset_bytes : entry.end_bytes] = packed.reshape(-1).view(np.uint8)
             self.values[tensor.name] = torch.from_numpy(values).double()
-        index: Any = SimpleNamespace(tensors=plan.tensors)
-        self.weights = PoolWeights(self._bytes.ctypes.data, index)
+        self.index: Any = SimpleNamespace(tensors=plan.tensors)
+        self.address = self._bytes.ctypes.data
+        self.weights = PoolWeights(self.address, self.index)
 
 
 def program() -> StepProgram:
