@@ -7,6 +7,7 @@ rates that are measured before anything is served.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
@@ -20,6 +21,7 @@ from freetokend.engine.graphs import GraphedProgram, GraphSpec
 from freetokend.enginehost.backend import BackendChoice
 from freetokend.enginehost.cuda_platform import CudaPlatform, KvNeeds
 from freetokend.experts.bank import MappedBank
+from freetokend.experts.cache import SAMPLE_COUNT
 from freetokend.experts.cpu import bank_experts
 from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, StreamFork
 from freetokend.experts.gpu.device_cache import DeviceCache, NotingRunner
@@ -216,6 +218,7 @@ class _Parts:
                 param="engine.backend",
             )
         self._cache.resize(plan.slots_count)
+        self._check_fills()
         source = self._split() if self._hybrid else "every miss is filled"
         needs = KvNeeds(
             shape=inputs.kv_shape,
@@ -284,6 +287,32 @@ class _Parts:
             device=device,
         )
 
+    def _check_fills(self) -> None:
+        """Fill slots that nobody uses yet with experts from all over the pool and compare them: a
+        copy can report success and move nothing. ResourceError where they differ."""
+        bank = self._inputs.index.expert_bank
+        layers_count = sum(self._cache.fillable(bank.offset_bytes))
+        experts_count = layers_count * bank.experts_per_layer_count
+        count = min(SAMPLE_COUNT, self._cache.slots_count, experts_count)
+        if not count:
+            return
+        chosen = [(experts_count - 1) * index // max(count - 1, 1) for index in range(count)]
+        self._fill_s([(expert, slot) for slot, expert in enumerate(chosen)], times=1)
+        for slot, expert in enumerate(chosen):
+            offset_bytes = self._platform.copier.first_difference(
+                self._pool.slot_address(slot),
+                self._inputs.region_address + bank.record_offset_bytes(expert),
+                bank.record_bytes,
+            )
+            if offset_bytes is not None:
+                raise ResourceError(
+                    f"{self._platform.name} does not hold what is copied to it: expert {expert}, "
+                    f"copied for a check, differs from the pool from byte {offset_bytes} on. Set "
+                    'engine.device to "none" to serve without it, and check the driver.',
+                    reason=Reason.DEVICE_UNUSABLE,
+                    param="engine.device",
+                )
+
     def _split(self) -> str:
         """Set the table of fills by what is measured now; where its figures come from."""
         bank = self._inputs.index.expert_bank
@@ -295,7 +324,8 @@ class _Parts:
             self._inputs.executor,
             HostArena(BURST_COUNT * bank.record_bytes),
         )
-        rate = count * bank.record_bytes / self._fill_s(count)
+        fill_s = self._fill_s([(number, number) for number in range(count)], times=5)
+        rate = count * bank.record_bytes / fill_s
         alone = host.rates.cpu_alone_bytes_per_s
         rates = replace(
             host.rates,
@@ -310,13 +340,12 @@ class _Parts:
             f"({alone / 1e9:.1f} GB/s); beside fills it is taken to have what they leave"
         )
 
-    def _fill_s(self, count: int) -> float:
-        """Seconds of so many fills of slots in which nothing lies yet."""
+    def _fill_s(self, pairs: Sequence[tuple[int, int]], *, times: int) -> float:
+        """Seconds of the fastest fill of these (expert, slot), slots in which nothing lies yet."""
         platform, best_s = self._platform, float("inf")
-        numbers = torch.arange(count, dtype=torch.int32)
-        fills = torch.stack((numbers, numbers), dim=1).to(platform.device)
-        fills_count = torch.full((1,), count, dtype=torch.int32, device=platform.device)
-        for _ in range(5):
+        fills = torch.tensor(pairs, dtype=torch.int32).view(-1, 2).to(platform.device)
+        fills_count = torch.full((1,), len(pairs), dtype=torch.int32, device=platform.device)
+        for _ in range(times):
             platform.synchronize()
             began_s = time.perf_counter()
             self._ops.fill(fills, fills_count)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from freetokend.core.errors import ConfigError, ResourceError
+from freetokend.core.errors import ConfigError, Reason, ResourceError
 from freetokend.enginehost.backend import Device, GpuPresence, choose_device, uses_cuda
 from freetokend.enginehost.build_cuda import layer_runs
 from freetokend.enginehost.built import BuiltEngine
+from freetokend.enginehost.cuda_platform import SlotOps
+from freetokend.experts.bank import MappedBank
 from freetokend.experts.gpu.device_cache import DeviceCache
+from freetokend.experts.slot_pool import SlotPool
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import EngineSettings
 from freetokend.policy.backend_choice import LayerBranch
@@ -104,6 +109,29 @@ def test_layers_that_are_not_pinned_run_on_the_cpu(deep: FtwDirectory) -> None:
         engine_on(CpuPlatform(pinned_share=0.6), deep, **settings(backend="offload")),
     ):
         pass
+
+
+class IdlePlatform(CpuPlatform):
+    """Its fills end well and move nothing."""
+
+    def new_ops(
+        self, mapped: MappedBank, pool: SlotPool, *, rows_capacity: int, top_k: int
+    ) -> SlotOps:
+        ops = super().new_ops(mapped, pool, rows_capacity=rows_capacity, top_k=top_k)
+        return replace(ops, fill=lambda _fills, _count: None)
+
+
+@pytest.mark.parametrize("backend", ["hybrid", "offload"])
+def test_a_device_that_copies_nothing_is_refused(deep: FtwDirectory, backend: str) -> None:
+    platform = IdlePlatform()
+    with (
+        pytest.raises(ResourceError, match="no GPU at all does not hold what is copied") as caught,
+        engine_on(platform, deep, **settings(backend=backend)),
+    ):
+        pass
+    assert caught.value.reason is Reason.DEVICE_UNUSABLE
+    assert platform.registration is not None
+    assert platform.registration.closed
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(deep: FtwDirectory) -> None:
