@@ -15,7 +15,7 @@ from freetokend.device.host_arena import HostArena
 from freetokend.engine.graphs import GraphBackend
 from freetokend.enginehost.build import build_engine_on
 from freetokend.enginehost.built import BuiltEngine
-from freetokend.enginehost.cuda_platform import AttentionStore, KvNeeds, SlotOps
+from freetokend.enginehost.cuda_platform import AttentionStore, CudaPlatform, KvNeeds, SlotOps
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, InlineFork
 from freetokend.experts.gpu.device_cache import Registration
@@ -115,7 +115,7 @@ class CpuPlatform:
 
 @contextmanager
 def engine_on(
-    platform: CpuPlatform, directory: FtwDirectory, **settings: int | str
+    platform: CudaPlatform, directory: FtwDirectory, **settings: int | str
 ) -> Iterator[BuiltEngine]:
     """An engine as on a GPU, over a pool of its own."""
     cpus = tuple(sorted(os.sched_getaffinity(0))[:2])
@@ -135,4 +135,5 @@ def engine_on(
             finally:
                 if built.cache is not None:
                     built.cache.close()
-    platform.close()
+    if isinstance(platform, CpuPlatform):
+        platform.close()

@@ -25,6 +25,7 @@ from freetokend.device.arena import ArenaError
 from freetokend.experts.plan.contract import PlanInputs, PlanOutputs, PlanShape, Stat
 from freetokend.experts.residency import ResidencyState
 from tests.gpu.bench import BUCKETS, CUDA_SHAPE, HOST_SHAPE, Bench, cuda_kind, host_kind
+from tests.gpu.engine_checks import engine
 from tests.gpu.kernel_checks import attention, fill_rate, flashinfer, merged
 from tests.gpu.rows import Row
 
@@ -341,6 +342,7 @@ CHECKS: Final[tuple[Callable[[Bench, Judge], list[Row]], ...]] = (
     lambda bench, judge: merged(bench),
     lambda bench, judge: attention(bench),
     branches,
+    lambda bench, judge: engine(bench),
     imports,
     lambda bench, judge: flashinfer(bench),
 )
