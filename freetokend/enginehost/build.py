@@ -25,7 +25,7 @@ from freetokend.enginehost.build_cache import (
     kv_plan_of,
     plan_host_device,
 )
-from freetokend.enginehost.build_cuda import CudaInputs, build_cuda, layer_runs
+from freetokend.enginehost.build_cuda import CudaInputs, build_cuda
 from freetokend.enginehost.built import BuiltEngine
 from freetokend.enginehost.cuda_platform import CudaPlatform
 from freetokend.experts.bank import MappedBank
@@ -176,7 +176,7 @@ class _Builder:
             cache_description=CacheDescription(
                 slots_count=cache.slots_count,
                 slots_capacity=cache.slots_capacity,
-                layer_runs=layer_runs(cache, bank, hybrid=made.backend.backend == "hybrid"),
+                layer_runs=made.layer_runs,
                 fill_rate_source=made.fill_rate_source,
             ),
             kernel=f"triton with {built.kernel}",

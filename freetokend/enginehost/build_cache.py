@@ -216,7 +216,7 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
         description=CacheDescription(
             slots_count=cache.slots_count,
             slots_capacity=cache.slots_capacity,
-            layer_runs=_runs(choices),
+            layer_runs=layer_runs(choices),
             fill_rate_source=measured.source,
         ),
         sweep_from_tokens=_sweep_from(inputs, cache.slots_count, costs, measured, overrides),
@@ -338,7 +338,7 @@ def _sweep_from(
     return crossover if crossover <= most_tokens else 0
 
 
-def _runs(choices: tuple[LayerChoice, ...]) -> tuple[LayerRun, ...]:
+def layer_runs(choices: tuple[LayerChoice, ...]) -> tuple[LayerRun, ...]:
     """Neighbouring layers with the same branch for the same reason."""
     return tuple(
         LayerRun(layers_count=len(list(run)), branch=choice.branch, reason=choice.reason)

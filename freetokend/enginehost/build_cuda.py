@@ -7,9 +7,8 @@ rates that are measured before anything is served.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Final
 
 import torch
@@ -19,6 +18,7 @@ from freetokend.core.model_config import ModelFacts
 from freetokend.device.host_arena import HostArena
 from freetokend.engine.graphs import GraphedProgram, GraphSpec
 from freetokend.enginehost.backend import BackendChoice
+from freetokend.enginehost.build_cache import layer_runs
 from freetokend.enginehost.cuda_platform import CudaPlatform, KvNeeds
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.cache import SAMPLE_COUNT
@@ -34,14 +34,14 @@ from freetokend.experts.gpu.dispatch import (
 from freetokend.experts.host_rates import BURST_COUNT, measure_host_rates
 from freetokend.experts.slot_pool import SlotPool
 from freetokend.ftw.index import FtwIndex
-from freetokend.ftw.layout import ExpertBank
 from freetokend.kvcache.batch import KvStore
 from freetokend.link.messages import EngineSettings, LayerRun
 from freetokend.native.cpu_branch import CpuBranch
 from freetokend.native.executor import Executor
-from freetokend.policy.backend_choice import LayerBranch
+from freetokend.policy.backend_choice import Backend, LayerBranch, resolve_layers
 from freetokend.policy.fill_table import fill_table
 from freetokend.policy.kv_sizing import KvShape, pages_for
+from freetokend.policy.layer_overrides import parse_layers
 from freetokend.policy.vram_budget import Preset, VramFacts, VramPlan, VramWishes, plan_vram
 from freetokend.tensor.cuda_program import CudaProgram
 from freetokend.tensor.dense_tensors import dense_bytes, dense_tensors
@@ -84,6 +84,7 @@ class CudaEngine:
     cache: DeviceCache
     plan: VramPlan
     backend: BackendChoice
+    layer_runs: tuple[LayerRun, ...]
     fill_rate_source: str
 
 
@@ -143,8 +144,9 @@ def q_heads_count(inputs: CudaInputs) -> int:
 
 def build_cuda(inputs: CudaInputs, platform: CudaPlatform, *, hybrid: bool) -> CudaEngine:
     """hybrid: the CPU executes what is not filled. ConfigError and ResourceError name the key."""
+    overrides = parse_layers(inputs.settings.layers, inputs.index.expert_bank.moe_layers_count)
     plan = plan_device(inputs, platform)
-    parts = _Parts(inputs, platform, hybrid=hybrid)
+    parts = _Parts(inputs, platform, hybrid=hybrid, overrides=overrides)
     try:
         return parts.engine(plan)
     except BaseException:
@@ -155,9 +157,18 @@ def build_cuda(inputs: CudaInputs, platform: CudaPlatform, *, hybrid: bool) -> C
 class _Parts:
     """What an engine is put together from, in the order in which it is needed."""
 
-    def __init__(self, inputs: CudaInputs, platform: CudaPlatform, *, hybrid: bool) -> None:
+    def __init__(
+        self,
+        inputs: CudaInputs,
+        platform: CudaPlatform,
+        *,
+        hybrid: bool,
+        overrides: Mapping[int, LayerBranch],
+    ) -> None:
         bank = inputs.index.expert_bank
         self._inputs, self._platform, self._hybrid = inputs, platform, hybrid
+        self._overrides = overrides
+        with_cpu = hybrid or LayerBranch.CPU in overrides.values()
         self._top_k = inputs.facts.experts_per_token_count
         self._rows = padded_rows(inputs.step_tokens)
         self._pool = SlotPool(
@@ -174,7 +185,7 @@ class _Parts:
         self._branch: CpuBranch | None = None
         self._buffers: HostBuffers | None = None  # the branch has their addresses
         self._fork: CpuFork | None = None
-        fork = self._new_fork() if hybrid else None
+        fork = self._new_fork() if with_cpu else None
         self._ops = platform.new_ops(
             inputs.mapped, self._pool, rows_capacity=self._rows, top_k=self._top_k
         )
@@ -197,7 +208,7 @@ class _Parts:
             self._pool,
             self._dispatch,
             self._registration,
-            least_slots=0 if hybrid else self._top_k,
+            least_slots=0 if with_cpu else self._top_k,
             synchronize=platform.synchronize,
             close_first=self._close_branch,
         )
@@ -217,6 +228,13 @@ class _Parts:
                 reason=Reason.HOST_MEMORY,
                 param="engine.backend",
             )
+        choices = resolve_layers(
+            Backend.HYBRID if self._hybrid else Backend.OFFLOAD,
+            fillable=self._cache.fillable(bank.offset_bytes),
+            cpu_kernel=self._branch is not None,
+            overrides=self._overrides,
+        )
+        self._cache.set_branches([choice.branch for choice in choices])
         self._cache.resize(plan.slots_count)
         self._check_fills()
         source = self._split() if self._hybrid else "every miss is filled"
@@ -241,6 +259,7 @@ class _Parts:
                 reason=f"{how}: {self._platform.name}, attention by {attention.reason}",
                 notes=(note,) if note else (),
             ),
+            layer_runs=layer_runs(choices),
             fill_rate_source=source,
         )
 
@@ -352,18 +371,3 @@ class _Parts:
             platform.synchronize()
             best_s = min(best_s, time.perf_counter() - began_s)
         return best_s
-
-
-def layer_runs(cache: DeviceCache, bank: ExpertBank, *, hybrid: bool) -> tuple[LayerRun, ...]:
-    """What happens to each layer's misses, neighbours alike together."""
-    filled = (
-        (LayerBranch.SPLIT, "its records are pinned")
-        if hybrid
-        else (LayerBranch.FILL, "without the CPU every miss is filled")
-    )
-    executed = (LayerBranch.CPU, "its records are not pinned")
-    fates = [filled if one else executed for one in cache.fillable(bank.offset_bytes)]
-    return tuple(
-        LayerRun(layers_count=len(list(run)), branch=branch, reason=reason)
-        for (branch, reason), run in groupby(fates)
-    )

@@ -8,7 +8,6 @@ import pytest
 
 from freetokend.core.errors import ConfigError, Reason, ResourceError
 from freetokend.enginehost.backend import Device, GpuPresence, choose_device, uses_cuda
-from freetokend.enginehost.build_cuda import layer_runs
 from freetokend.enginehost.built import BuiltEngine
 from freetokend.enginehost.cuda_platform import SlotOps
 from freetokend.experts.bank import MappedBank
@@ -101,12 +100,32 @@ def test_layers_that_are_not_pinned_run_on_the_cpu(deep: FtwDirectory) -> None:
         assert "measured" in built.cache_description.fill_rate_source
         assert built.backend is not None
         assert built.backend.notes == ("the rest stays pageable",)
-        bank = deep.index.expert_bank
-        (run,) = layer_runs(cache_of(built), bank, hybrid=False)[:1]
-        assert run.branch is LayerBranch.FILL
     with (
         pytest.raises(ResourceError, match="every record must be pinned"),
         engine_on(CpuPlatform(pinned_share=0.6), deep, **settings(backend="offload")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("backend", "usual"), [("hybrid", "split"), ("offload", "fill")])
+def test_layers_can_have_a_branch_of_their_own(
+    deep: FtwDirectory, backend: str, usual: str
+) -> None:
+    asked = settings(backend=backend, slots_count=6)
+    with engine_on(CpuPlatform(), deep, **asked) as built:
+        expected = tokens(built)
+    with engine_on(CpuPlatform(), deep, **asked, layers="1=cpu,3=fill") as built:
+        assert tokens(built) == expected
+        assert built.cache_description is not None
+        runs = built.cache_description.layer_runs
+        branches = [run.branch.value for run in runs for _ in range(run.layers_count)]
+        assert branches == [usual, "cpu", usual, "fill"]
+        layers = cache_of(built).counters().layers
+        assert layers[1].fills_count == 0 < layers[1].cpu_count
+        assert layers[3].cpu_count == 0 < layers[3].fills_count
+    with (
+        pytest.raises(ConfigError, match="no MoE layer 4"),
+        engine_on(CpuPlatform(), deep, **settings(layers="4=cpu")),
     ):
         pass
 

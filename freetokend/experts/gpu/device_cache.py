@@ -16,6 +16,7 @@ from freetokend.experts.plan.contract import Stat
 from freetokend.experts.residency import NOT_RESIDENT
 from freetokend.experts.slot_checks import VerifyReport
 from freetokend.experts.slot_pool import ResizeResult, SlotPool
+from freetokend.policy.backend_choice import LayerBranch
 from freetokend.tensor.protocols import KvView, StepInput, StepRunner
 
 
@@ -66,6 +67,7 @@ class DeviceCache:
         self._synchronize = synchronize
         self._close_first = close_first
         layers = mapped.bank.moe_layers_count
+        self._split_layers = list(range(layers))
         self._seen = _Seen(totals=((0,) * len(Stat),) * layers, resident_count=0)
 
     @property
@@ -97,9 +99,16 @@ class DeviceCache:
             (layer + 1) * layer_bytes <= registered_bytes for layer in range(bank.moe_layers_count)
         ]
 
+    def set_branches(self, branches: Sequence[LayerBranch]) -> None:
+        """What happens to each layer's misses; to be called once, before `set_fill_counts`."""
+        self._dispatch.set_fillable([branch is not LayerBranch.CPU for branch in branches])
+        self._split_layers = [
+            layer for layer, branch in enumerate(branches) if branch is LayerBranch.SPLIT
+        ]
+
     def set_fill_counts(self, table: Sequence[Sequence[int]]) -> None:
-        """Split every layer's misses by this table, [buckets][misses + 1]."""
-        for layer in range(self._mapped.bank.moe_layers_count):
+        """Split the misses of layers that are split by this table, [buckets][misses + 1]."""
+        for layer in self._split_layers:
             self._dispatch.set_fill_counts(layer, table)
 
     def resize(self, slots_count: int) -> ResizeResult:
