@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,25 @@ class KvBatch:
     page_table: torch.Tensor
     sequence_index: torch.Tensor
     positions: torch.Tensor
+
+
+class BatchView:
+    """What every KvView of a batch shows of it."""
+
+    def __init__(self, batch: KvBatch) -> None:
+        self._batch: Final = batch
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        return self._batch.page_table
+
+    @property
+    def sequence_index(self) -> torch.Tensor:
+        return self._batch.sequence_index
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self._batch.positions
 
 
 class KvStore(Protocol):

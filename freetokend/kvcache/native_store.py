@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from freetokend.kvcache.arena import KvArena
-from freetokend.kvcache.batch import KvBatch
+from freetokend.kvcache.batch import BatchView, KvBatch
 from freetokend.native.executor import Executor
 from freetokend.native.program import KvPages
 from freetokend.tensor.memory import address_of
@@ -36,7 +36,7 @@ class NativeKvStore:
         return NativeKvView(self, batch)
 
 
-class NativeKvView:
+class NativeKvView(BatchView):
     """One step's KvView over a NativeKvStore; results do not depend on the batch.
 
     A native program reads the pages and the batch itself and calls no `attend`.
@@ -44,23 +44,11 @@ class NativeKvView:
 
     def __init__(self, store: NativeKvStore, batch: KvBatch) -> None:
         self._store = store
-        self._batch = batch  # keeps the tensors behind the addresses alive
+        super().__init__(batch)  # which keeps the tensors behind the addresses alive
 
     @property
     def pages(self) -> KvPages:
         return self._store.pages
-
-    @property
-    def page_table(self) -> torch.Tensor:
-        return self._batch.page_table
-
-    @property
-    def sequence_index(self) -> torch.Tensor:
-        return self._batch.sequence_index
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self._batch.positions
 
     def attend(
         self,

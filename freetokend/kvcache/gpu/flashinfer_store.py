@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from freetokend.core.errors import ConfigError
-from freetokend.kvcache.batch import KvBatch, KvStore
+from freetokend.kvcache.batch import BatchView, KvBatch, KvStore
 from freetokend.kvcache.gpu.attention_ops import store_pages
 from freetokend.kvcache.gpu.triton_store import TritonKvStore, batch_on, where_of
 from freetokend.tensor.protocols import KvView
@@ -81,28 +81,16 @@ class FlashInferKvStore:
         return FlashInferKvView(self, batch)
 
 
-class FlashInferKvView:
+class FlashInferKvView(BatchView):
     """One step's KvView over a FlashInferKvStore; it shows the batch it was made for.
 
     Views of a store may take turns: each plans anew what another has planned in between.
     """
 
     def __init__(self, store: FlashInferKvStore, batch: KvBatch) -> None:
+        super().__init__(batch)
         self._store = store
-        self._batch = batch
         self._on_device: KvBatch | None = None
-
-    @property
-    def page_table(self) -> torch.Tensor:
-        return self._batch.page_table
-
-    @property
-    def sequence_index(self) -> torch.Tensor:
-        return self._batch.sequence_index
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self._batch.positions
 
     def attend(
         self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

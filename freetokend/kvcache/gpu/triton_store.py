@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from freetokend.kvcache.batch import KvBatch
+from freetokend.kvcache.batch import BatchView, KvBatch
 from freetokend.kvcache.gpu.attention_ops import attend_in_parts, attend_in_tiles, store_pages
 from freetokend.kvcache.gpu.pages import DevicePages
 from freetokend.policy.kv_sizing import pages_for
@@ -40,7 +40,7 @@ class TritonKvStore:
         return TritonKvView(self, batch)
 
 
-class TritonKvView:
+class TritonKvView(BatchView):
     """One step's KvView over a TritonKvStore; it shows the batch it was made for.
 
     A token's result depends on its query and its own context only: not on the other sequences,
@@ -48,21 +48,9 @@ class TritonKvView:
     """
 
     def __init__(self, store: TritonKvStore, batch: KvBatch) -> None:
+        super().__init__(batch)
         self._store = store
-        self._batch = batch
         self._on_device: KvBatch | None = None
-
-    @property
-    def page_table(self) -> torch.Tensor:
-        return self._batch.page_table
-
-    @property
-    def sequence_index(self) -> torch.Tensor:
-        return self._batch.sequence_index
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self._batch.positions
 
     def attend(
         self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
