@@ -304,6 +304,7 @@ def engine_settings(config: ResolvedConfig) -> EngineSettings:
         link_bytes_per_s=engine.link_bytes_per_s,
         preset=engine.preset,
         layers=engine.layers,
+        attention=engine.attention,
         sweep_tokens=engine.sweep_tokens,
     )
 

@@ -239,6 +239,7 @@ class _Parts:
         self._check_fills()
         source = self._split() if self._hybrid else "every miss is filled"
         needs = KvNeeds(
+            asked=inputs.settings.attention,
             shape=inputs.kv_shape,
             # One more, that no sequence is given: rows that only pad a graph write there.
             pages_count=plan.kv_pages_count + 1,
@@ -257,7 +258,7 @@ class _Parts:
             backend=BackendChoice(
                 backend="hybrid" if self._hybrid else "offload",
                 reason=f"{how}: {self._platform.name}, attention by {attention.reason}",
-                notes=(note,) if note else (),
+                notes=(*((note,) if note else ()), *_unused(inputs.settings)),
             ),
             layer_runs=layer_runs(choices),
             fill_rate_source=source,
@@ -371,3 +372,10 @@ class _Parts:
             platform.synchronize()
             best_s = min(best_s, time.perf_counter() - began_s)
         return best_s
+
+
+def _unused(settings: EngineSettings) -> tuple[str, ...]:
+    """Settings that have no effect here, which nobody should have to find out."""
+    if not settings.sweep_tokens:
+        return ()
+    return ("engine.sweep_tokens has no effect: prompts are not streamed on a GPU yet.",)

@@ -38,7 +38,9 @@ class SlotOps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvNeeds:
-    """context_tokens: the most of a sequence."""
+    """asked: whose attention, as of `engine.attention`; context_tokens: the most of a sequence."""
+
+    asked: str
 
     shape: KvShape
     pages_count: int

@@ -104,7 +104,7 @@ class GpuPlatform:
     def new_kv(self, needs: KvNeeds) -> AttentionStore:
         pages = DevicePages.take(needs.shape, needs.pages_count, self.device)
         chosen = choose_attention(
-            "auto",
+            needs.asked,
             TritonKvStore(pages, context_tokens=needs.context_tokens),
             q_heads_count=needs.q_heads_count,
         )

@@ -239,6 +239,7 @@ def _encode_settings(settings: EngineSettings) -> pb.Welcome:
         link_bytes_per_s=settings.link_bytes_per_s,
         preset=settings.preset,
         layers=settings.layers,
+        attention=settings.attention,
         sweep_tokens=settings.sweep_tokens,
     )
 
@@ -263,6 +264,7 @@ def _decode_settings(welcome: pb.Welcome) -> EngineSettings:
         link_bytes_per_s=welcome.link_bytes_per_s,
         preset=welcome.preset,
         layers=welcome.layers,
+        attention=welcome.attention,
         sweep_tokens=welcome.sweep_tokens,
     )
 

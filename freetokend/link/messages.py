@@ -209,6 +209,7 @@ class EngineSettings:
     link_bytes_per_s: int = 0
     preset: str = "auto"
     layers: str = ""
+    attention: str = "auto"
     sweep_tokens: int = 0
 
 

@@ -66,6 +66,7 @@ class CpuPlatform:
         self.copier: SlotCopier = HostCopier()
         self.backend = RepeatingBackend()
         self.registration: PinnedPart | None = None
+        self.asked_attention = ""
         self._free_bytes, self._pinned_share = free_bytes, pinned_share
         self._executor = Executor(sorted(os.sched_getaffinity(0))[:1])
 
@@ -93,6 +94,7 @@ class CpuPlatform:
         return InlineFork(branch, buffers)
 
     def new_kv(self, needs: KvNeeds) -> AttentionStore:
+        self.asked_attention = needs.asked
         shape = SmallShape(
             layers=needs.shape.layers_count,
             heads=needs.q_heads_count,

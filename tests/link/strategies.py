@@ -223,6 +223,7 @@ settings_messages = st.builds(
     link_bytes_per_s=u64,
     preset=texts,
     layers=texts,
+    attention=texts,
     sweep_tokens=u32,
 )
 requests = st.builds(

@@ -180,6 +180,7 @@ class _Decision:
         """Sizes of the expert cache, and what means something with one kind of device only."""
         self._only_with_a_cache()
         self._only_on_the_host_device()
+        self._only_on_a_gpu()
         unused = ""
         if self.values["engine.backend"] == "cpu":
             unused = 'not used: engine.backend = "cpu" has no expert cache'
@@ -200,9 +201,14 @@ class _Decision:
                 "engine.sweep_tokens",
                 unused or "sized by the engine from the memory for one computation",
             ),
+            ("engine.attention", self._why_no_gpu() or "FlashInfer where it works"),
         ):
             if self._is_auto(key):
                 self._leave(key, reason)
+
+    def _why_no_gpu(self) -> str:
+        on_gpu = self.values["engine.device"] == "cuda" and self.values["engine.backend"] != "cpu"
+        return "" if on_gpu else "not used: attention is computed by the CPU"
 
     def _only_with_a_cache(self) -> None:
         if self.values["engine.backend"] != "cpu":
@@ -217,6 +223,16 @@ class _Decision:
                     f'engine.backend = "cpu" ({why}) does not have; remove {key}, or choose '
                     "another backend",
                 )
+
+    def _only_on_a_gpu(self) -> None:
+        attention = self.values["engine.attention"]
+        if attention != AUTO and self._why_no_gpu():
+            self._refuse(
+                "engine.attention",
+                f'engine.attention = "{attention}" is for a GPU, and engine.device is '
+                f'"{self.values["engine.device"]}", engine.backend '
+                f'"{self.values["engine.backend"]}"; remove engine.attention',
+            )
 
     def _only_on_the_host_device(self) -> None:
         if self.values["engine.device"] == "host":
@@ -381,6 +397,7 @@ def _built(values: Mapping[str, TomlScalar], details: tuple[ResolvedValue, ...])
             link_bytes_per_s=count("engine.link_bytes_per_s"),
             preset=text("engine.preset"),
             layers=text("engine.layers"),
+            attention=text("engine.attention"),
             sweep_tokens=count("engine.sweep_tokens"),
             threads=count("engine.threads"),
             numerics=text("engine.numerics"),

@@ -54,8 +54,8 @@ class ControlConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """0 for `kv_bytes`, `max_context_tokens`, `slots_count`, `device_bytes` and `sweep_tokens`,
-    and "auto" for `backend`, `device` and `preset`: the engine decides once it knows model and
-    machine. `link_bytes_per_s` 0: as fast as memory.
+    and "auto" for `backend`, `device`, `preset` and `attention`: the engine decides once it knows
+    model and machine. `link_bytes_per_s` 0: as fast as memory.
 
     `numerics` is "exact" or "fast"; `layers` is read by `policy.layer_overrides`.
     """
@@ -67,6 +67,7 @@ class EngineConfig:
     link_bytes_per_s: int
     preset: str
     layers: str
+    attention: str
     sweep_tokens: int
     threads: int
     numerics: str

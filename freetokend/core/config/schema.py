@@ -213,6 +213,14 @@ _KEYS: Final = (
         "What misses of single MoE layers do whatever the others' do, counted from 0: "
         '"0-3=cpu,7=fill".',
     ),
+    _string(
+        "engine.attention",
+        AUTO,
+        "Whose kernels attend on a GPU: FlashInfer's for prompts and Triton's for the rest, or "
+        'Triton\'s alone; "auto" is FlashInfer where it works.',
+        choices=(AUTO, "flashinfer", "triton"),
+        auto=True,
+    ),
     _number(
         "engine.sweep_tokens",
         Kind.INTEGER,
