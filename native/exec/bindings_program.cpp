@@ -11,6 +11,7 @@
 
 #include "bindings.h"
 #include "src/program.h"
+#include "src/routing_tap.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -207,6 +208,21 @@ void add_row_ops(py::class_<Program>& program) {
           py::kw_only(), "x"_a, "size"_a, "out"_a);
 }
 
+using TappedLayers = std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>;
+
+// What the tap has kept, forgotten there: layers, their ids as bytes, whether some had no room.
+std::tuple<TappedLayers, py::bytes, bool> take_tapped(RoutingTap& tap) {
+  TappedLayers layers;
+  for (const TappedLayer& layer : tap.layers()) {
+    layers.emplace_back(layer.moe_layer_index, layer.tokens, layer.top_k);
+  }
+  const auto* bytes = reinterpret_cast<const char*>(tap.ids().data());
+  py::bytes ids(bytes, tap.ids().size() * sizeof(std::uint16_t));
+  const bool overflowed = tap.overflowed();
+  tap.clear();
+  return {std::move(layers), std::move(ids), overflowed};
+}
+
 }  // namespace
 
 void bind_program(py::module_& module) {
@@ -219,6 +235,12 @@ void bind_program(py::module_& module) {
            "experts_per_layer_count"_a, "hidden_size"_a, "intermediate_size"_a, "weight_format"_a,
            "has_bias"_a, "activation"_a, "activation_limit"_a, "activation_alpha"_a, "fast"_a)
       .def_property_readonly("executions_count", &BankExperts::executions_count);
+  py::class_<RoutingTap>(module, "RoutingTap", dispatch)
+      .def(py::init<ExpertDispatch&>(), "inner"_a, py::keep_alive<1, 2>())
+      .def("start", &RoutingTap::start, "capacity_ids"_a)
+      .def("stop", &RoutingTap::stop)
+      .def("clear", &RoutingTap::clear)
+      .def("take", &take_tapped);
   py::class_<Step>(module, "Step")
       .def(py::init(&make_step), py::kw_only(), "token_ids"_a, "tokens"_a, "outputs"_a,
            "outputs_count"_a, "page_table"_a, "sequence_index"_a, "positions"_a, "sequences"_a,
