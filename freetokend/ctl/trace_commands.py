@@ -47,7 +47,7 @@ def replay(arguments: argparse.Namespace) -> int:
             f"{shape.layers_count} layers of {shape.experts_per_layer} experts, "
             f"{shape.experts_per_token} per token ({step_demand(shape)} in a step of one token); "
             f"{counts['decode_steps_count']} decode steps, "
-            f"{counts['prefill_steps_count']} prompts\n\n"
+            f"{counts['prefill_steps_count']} prompt steps\n\n"
             "Misses in decode steps, in percent of the experts needed:\n"
         )
         print(table(found))

@@ -9,6 +9,8 @@ the policy, so their transfers are not counted, only what they leave behind:
   tokens used stay with a normal key; what else was streamed may go first;
 - the placement updated at prefill then holds, per layer, the experts that most tokens used;
 - the optimum may keep any of the experts that pass by.
+
+A layer that skipped every token of a step does not count as having had its turn.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freetokend.policy.eviction import COLDEST, NEVER, EvictionOrder
-from freetokend.traces.trace import Phase, RoutingTrace, TraceShape
+from freetokend.traces.trace import SKIPPED, Phase, RoutingTrace, TraceShape
 
 # Keys lie between COLDEST and 2 ^ 41, and key * slots + slot must stay an int64.
 MAX_SLOTS: Final = 1 << 20
@@ -45,7 +47,10 @@ class Misses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """One layer of one step. needed: distinct experts of the layer, ascending; uses: by token."""
+    """One layer of one step, and the tokens it computed.
+
+    needed: distinct experts of the layer, ascending; uses: by token.
+    """
 
     phase: Phase
     layer: int
@@ -61,12 +66,15 @@ def layer_calls(trace: RoutingTrace) -> tuple[LayerCall, ...]:
 
 def _calls(trace: RoutingTrace) -> Iterator[LayerCall]:
     for step in trace.steps:
-        for layer, ids in enumerate(step.ids):
+        for layer, rows in enumerate(step.ids):
+            ids = rows[rows[:, 0] != SKIPPED]
+            if not len(ids):
+                continue
             needed, uses = np.unique(ids, return_counts=True)
             yield LayerCall(
                 phase=step.phase,
                 layer=layer,
-                tokens_count=step.tokens_count,
+                tokens_count=len(ids),
                 needed=tuple(needed.tolist()),
                 uses=tuple(uses.tolist()),
             )

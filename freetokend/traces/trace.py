@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 MAX_LAYERS: Final = 4096
 MAX_EXPERTS_PER_LAYER: Final = 65_535
 MAX_EXPERTS_PER_TOKEN: Final = 512
+# In place of every expert of a row that a layer did not compute.
+SKIPPED: Final = 65_535
 
 
 class Phase(StrEnum):
@@ -49,7 +51,11 @@ class TraceShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceStep:
-    """One step of the engine. ids: uint16 [layers, tokens, k], experts within their layer."""
+    """One step of the engine. ids: uint16 [layers, tokens, k], experts within their layer.
+
+    An engine computes the last layer for those tokens only that are followed by one it has to
+    choose: of a prompt, for its last token. Where a layer skipped a token its ids are `SKIPPED`.
+    """
 
     phase: Phase
     ids: NDArray[np.uint16]
@@ -57,6 +63,22 @@ class TraceStep:
     @property
     def tokens_count(self) -> int:
         return int(self.ids.shape[1])
+
+
+def check_ids(shape: TraceShape, ids: NDArray[np.integer]) -> None:
+    """Raises ValueError unless ids [layers, tokens, k] are experts of `shape`, or whole rows of
+    `SKIPPED`."""
+    sizes = (shape.layers_count, shape.experts_per_token)
+    if ids.ndim != 3 or (ids.shape[0], ids.shape[2]) != sizes or ids.size == 0:
+        raise ValueError(f"ids are {ids.shape}, not ({sizes[0]}, tokens, {sizes[1]})")
+    skipped = ids == SKIPPED
+    if skipped.any() and (skipped.any(axis=2) != skipped.all(axis=2)).any():
+        raise ValueError("a row is skipped in part")
+    known = ids[~skipped]
+    if known.size and not 0 <= int(known.min()) <= int(known.max()) < shape.experts_per_layer:
+        raise ValueError(
+            f"ids reach from {known.min()} to {known.max()} of {shape.experts_per_layer} experts"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,13 @@
-"""The file form of a routing trace, version 1.
+"""The file form of a routing trace, version 2.
 
-One line of JSON (`{"format": "freetokend-routing-trace", "version": 1, "layers_count": ...,
+One line of JSON (`{"format": "freetokend-routing-trace", "version": 2, "layers_count": ...,
 "experts_per_layer": ..., "experts_per_token": ..., "source": "..."}`), then per step, little
 endian: u8 phase (1 prefill, 2 decode), u32 tokens, ids [layers][tokens][k] as u8 (u16 with more
-than 256 experts per layer), u32 CRC-32 of what precedes in the step. After the last step: u8 0, u32
-steps, u32 CRC-32. A recording that was cut off lacks that end and is refused.
+than 255 experts per layer), u32 CRC-32 of what precedes in the step. The highest number of the type
+stands for the experts of a token that the layer skipped. After the last step: u8 0, u32 steps, u32
+CRC-32. A recording that was cut off lacks that end and is refused.
+
+Version 1, which is read too, has no skipped tokens, and u8 also with 256 experts per layer.
 """
 
 from __future__ import annotations
@@ -21,10 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freetokend.core.errors import FreetokenError, InvalidInputError, Reason
-from freetokend.traces.trace import Phase, RoutingTrace, TraceShape, TraceStep
+from freetokend.traces.trace import (
+    SKIPPED,
+    Phase,
+    RoutingTrace,
+    TraceShape,
+    TraceStep,
+    check_ids,
+)
 
 FORMAT_NAME: Final = "freetokend-routing-trace"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+_READ_VERSIONS: Final = (1, FORMAT_VERSION)
 MAX_HEADER_BYTES: Final = 4096
 _SIZES: Final = ("layers_count", "experts_per_layer", "experts_per_token")
 _STEP: Final = struct.Struct("<BI")
@@ -44,7 +55,7 @@ class TraceWriter:
         self._path = path
         self._partial = path.with_name(f"{path.name}.partial")
         self._shape = shape
-        self._id_type = _id_type(shape)
+        self._id_type = _id_type(shape, FORMAT_VERSION)
         self._steps_count = 0
         header = {"format": FORMAT_NAME, "version": FORMAT_VERSION}
         header |= {name: getattr(shape, name) for name in _SIZES}
@@ -58,15 +69,12 @@ class TraceWriter:
             raise _io_failed(path, "written", error) from error
 
     def add(self, phase: Phase, ids: NDArray[np.integer]) -> None:
-        """Append a step. ids: [layers, tokens, k], every id within 0..experts_per_layer-1.
+        """Append a step. ids: [layers, tokens, k], as of `TraceStep`.
 
         Raises ValueError for ids of another shape or range, FreetokenError when the disk is full.
         """
-        layers, per_token = self._shape.layers_count, self._shape.experts_per_token
-        if ids.ndim != 3 or ids.shape[0] != layers or ids.shape[2] != per_token or ids.size == 0:
-            raise ValueError(f"ids are {ids.shape}, not ({layers}, tokens, {per_token})")
-        if int(ids.min()) < 0 or int(ids.max()) >= self._shape.experts_per_layer:
-            raise ValueError(f"ids reach from {ids.min()} to {ids.max()}")
+        check_ids(self._shape, ids)
+        # Where the type is u8, the cast makes its highest number of SKIPPED.
         self._record(dict(_PHASE_CODES)[phase], ids.shape[1], ids.astype(self._id_type).tobytes())
         self._steps_count += 1
 
@@ -133,29 +141,33 @@ class _Reader:
         self._left_bytes = os.fstat(stream.fileno()).st_size
 
     def read(self) -> RoutingTrace:
-        shape, source = self._header()
+        shape, source, version = self._header()
+        id_type = _id_type(shape, version)
         phases = {code: phase for phase, code in _PHASE_CODES}
         steps: list[TraceStep] = []
         while True:
-            code, count, body = self._record(shape, len(steps))
+            code, count, body = self._record(shape, id_type, len(steps))
             if code == _END:
                 break
             if code not in phases:
                 raise self._bad(f"step {len(steps)} is of the unknown kind {code}")
-            ids = np.frombuffer(body, dtype=_id_type(shape)).astype(np.uint16)
-            if int(ids.max()) >= shape.experts_per_layer:
-                raise self._bad(
-                    f"step {len(steps)} names expert {ids.max()} of {shape.experts_per_layer}"
-                )
             sizes = (shape.layers_count, count, shape.experts_per_token)
-            steps.append(TraceStep(phase=phases[code], ids=ids.reshape(sizes)))
+            raw = np.frombuffer(body, dtype=id_type).reshape(sizes)
+            ids = raw.astype(np.uint16)
+            if version > 1:
+                ids[raw == np.iinfo(id_type).max] = SKIPPED
+            try:
+                check_ids(shape, ids)
+            except ValueError as error:
+                raise self._bad(f"step {len(steps)} cannot be true: {error}") from error
+            steps.append(TraceStep(phase=phases[code], ids=ids))
         if count != len(steps):
             raise self._bad(f"it holds {len(steps)} steps and its end says {count}")
         if self._left_bytes:
             raise self._bad(f"{self._left_bytes} bytes follow its end")
         return RoutingTrace(shape=shape, steps=tuple(steps), source=source)
 
-    def _header(self) -> tuple[TraceShape, str]:
+    def _header(self) -> tuple[TraceShape, str, int]:
         line = self._stream.readline(MAX_HEADER_BYTES)
         self._left_bytes -= len(line)
         try:
@@ -164,9 +176,10 @@ class _Reader:
             header = None
         if not isinstance(header, dict) or header.get("format") != FORMAT_NAME:
             raise self._bad("it is not a routing trace", "Give a file that `trace record` wrote.")
-        if header.get("version") != FORMAT_VERSION:
+        version = header.get("version")
+        if type(version) is not int or version not in _READ_VERSIONS:
             raise self._bad(
-                f"it has format version {header.get('version')!r:.40} and this program reads "
+                f"it has format version {version!r:.40} and this program reads 1 to "
                 f"{FORMAT_VERSION}"
             )
         sizes = {name: header.get(name) for name in _SIZES}
@@ -174,18 +187,21 @@ class _Reader:
         if not all(type(value) is int for value in sizes.values()) or not isinstance(source, str):
             raise self._bad(f"its header must have the whole numbers {', '.join(_SIZES)}")
         try:
-            return TraceShape(**{name: int(str(value)) for name, value in sizes.items()}), source
+            shape = TraceShape(**{name: int(str(value)) for name, value in sizes.items()})
         except ValueError as error:
             raise self._bad(f"its header cannot be true: {error}") from error
+        return shape, source, version
 
-    def _record(self, shape: TraceShape, index: int) -> tuple[int, int, bytes]:
+    def _record(
+        self, shape: TraceShape, id_type: np.dtype[np.unsignedinteger], index: int
+    ) -> tuple[int, int, bytes]:
         head = self._take(_STEP.size, index)
         code, count = _STEP.unpack(head)
         body = b""
         if code != _END:
             if count == 0:
                 raise self._bad(f"step {index} has no tokens")
-            per_token = shape.layers_count * shape.experts_per_token * _id_type(shape).itemsize
+            per_token = shape.layers_count * shape.experts_per_token * id_type.itemsize
             body = self._take(count * per_token, index)
         (crc,) = _CRC.unpack(self._take(_CRC.size, index))
         if crc != zlib.crc32(body, zlib.crc32(head)):
@@ -206,8 +222,9 @@ class _Reader:
         return InvalidInputError(f"{self._path} cannot be used: {why}. {what_to_do}")
 
 
-def _id_type(shape: TraceShape) -> np.dtype[np.unsignedinteger]:
-    return np.dtype("u1" if shape.experts_per_layer <= 256 else "<u2")
+def _id_type(shape: TraceShape, version: int) -> np.dtype[np.unsignedinteger]:
+    most = 256 if version == 1 else 255
+    return np.dtype("u1" if shape.experts_per_layer <= most else "<u2")
 
 
 def _io_failed(path: Path, verb: str, error: OSError) -> FreetokenError:

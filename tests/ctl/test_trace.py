@@ -36,7 +36,7 @@ async def test_replay_prints_every_policy(ctl: Ctl, file: Path) -> None:
     done = await ctl("trace", "replay", str(file))
     assert (done.code, done.err) == (0, "")
     assert "4 layers of 8 experts, 2 per token (8 in a step of one token)" in done.out
-    assert "40 decode steps, 2 prompts" in done.out
+    assert "40 decode steps, 2 prompt steps" in done.out
     for word in ("ours", "lru", "optimum", "placement", "static"):
         assert word in done.out
     assert len([line for line in done.out.splitlines() if " %  " in line]) == 6

@@ -21,7 +21,7 @@ from freetokend.traces.replay import (
     replay_placement,
     replay_static,
 )
-from freetokend.traces.trace import Phase, RoutingTrace, TraceShape, TraceStep
+from freetokend.traces.trace import SKIPPED, Phase, RoutingTrace, TraceShape, TraceStep
 
 SHAPES = st.builds(
     lambda layers, experts, k: TraceShape(
@@ -59,6 +59,20 @@ def decode(rows: list[list[int]], experts: int = 8) -> RoutingTrace:
     shape = TraceShape(layers_count=1, experts_per_layer=experts, experts_per_token=len(rows[0]))
     steps = tuple(TraceStep(phase=Phase.DECODE, ids=one) for one in ids)
     return RoutingTrace(shape=shape, steps=steps)
+
+
+def test_what_a_layer_skipped_is_no_call_and_no_use() -> None:
+    shape = TraceShape(layers_count=2, experts_per_layer=8, experts_per_token=2)
+    skipped = [SKIPPED, SKIPPED]
+    read = np.array([[[1, 2], [1, 3]], [skipped, [4, 5]]], dtype=np.uint16)
+    part = np.array([[[1, 2]], [skipped]], dtype=np.uint16)
+    steps = tuple(TraceStep(phase=Phase.PREFILL, ids=ids) for ids in (read, part))
+    calls = layer_calls(RoutingTrace(shape=shape, steps=steps))
+    assert [(one.layer, one.needed, one.uses, one.tokens_count) for one in calls] == [
+        (0, (1, 2, 3), (2, 1, 1), 2),
+        (1, (4, 5), (1, 1), 1),
+        (0, (1, 2), (1, 1), 1),
+    ]
 
 
 class NaiveCache:

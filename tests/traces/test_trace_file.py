@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetokend.core.errors import FreetokenError, InvalidInputError, Reason
-from freetokend.traces.trace import Phase, RoutingTrace, TraceShape, TraceStep
+from freetokend.traces.trace import SKIPPED, Phase, RoutingTrace, TraceShape, TraceStep
 from freetokend.traces.trace_file import MAX_HEADER_BYTES, TraceWriter, read_trace, write_trace
 
 SHAPE = TraceShape(layers_count=3, experts_per_layer=8, experts_per_token=2)
 HEADER = {
     "format": "freetokend-routing-trace",
-    "version": 1,
+    "version": 2,
     "layers_count": 3,
     "experts_per_layer": 8,
     "experts_per_token": 2,
@@ -60,7 +60,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "some.trace"
 
 
-@pytest.mark.parametrize("experts", [8, 256, 257, 65_535])
+@pytest.mark.parametrize("experts", [8, 255, 256, 257, 65_535])
 @pytest.mark.parametrize("tokens", [(), (5, 1, 2)])
 def test_what_is_written_comes_back(path: Path, experts: int, tokens: tuple[int, ...]) -> None:
     shape = TraceShape(layers_count=2, experts_per_layer=experts, experts_per_token=3)
@@ -68,6 +68,36 @@ def test_what_is_written_comes_back(path: Path, experts: int, tokens: tuple[int,
     write_trace(path, trace)
     assert same(read_trace(path), trace)
     assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("experts", [8, 255, 256, 65_535])
+def test_rows_that_a_layer_skipped_come_back(path: Path, experts: int) -> None:
+    shape = TraceShape(layers_count=3, experts_per_layer=experts, experts_per_token=2)
+    trace = make_trace(shape)
+    trace.steps[0].ids[2, :4] = SKIPPED
+    trace.steps[1].ids[1, 0] = experts - 1
+    write_trace(path, trace)
+    assert same(read_trace(path), trace)
+
+
+def test_rows_that_are_skipped_in_part_are_refused(path: Path) -> None:
+    trace = make_trace()
+    trace.steps[0].ids[2, 4, 1] = SKIPPED
+    with pytest.raises(ValueError, match="in part"):
+        write_trace(path, trace)
+    with_header(path, step(2, 1, bytes([0, 1, 2, 255, 4, 5])))
+    with pytest.raises(InvalidInputError, match="in part"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(("experts", "size"), [(256, 1), (257, 2)])
+def test_version_1_is_read(path: Path, experts: int, size: int) -> None:
+    """With as many as 256 experts in one byte, so that 255 is an expert."""
+    ids = [0, 1, 2, 255, 4, 5]
+    body = b"".join(one.to_bytes(size, "little") for one in ids)
+    with_header(path, step(2, 1, body) + step(0, 1, b""), version=1, experts_per_layer=experts)
+    (found,) = read_trace(path).steps
+    assert found.ids.ravel().tolist() == ids
 
 
 def test_the_name_appears_when_the_recording_is_complete(path: Path) -> None:
@@ -121,7 +151,7 @@ def with_header(path: Path, body: bytes = b"", **changes: object) -> None:
     ("changes", "told"),
     [
         ({"format": "another"}, "not a routing trace"),
-        ({"version": 2}, "format version 2"),
+        ({"version": 3}, "format version 3"),
         ({"version": "x" * 900}, "format version"),
         ({"layers_count": 0}, "layers_count"),
         ({"layers_count": 10**9}, "layers_count"),
@@ -150,7 +180,7 @@ def step(code: int, tokens: int, ids: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (step(2, 1, bytes([0, 1, 2, 3, 4, 8])), "names expert 8 of 8"),
+        (step(2, 1, bytes([0, 1, 2, 3, 4, 8])), "reach from 0 to 8 of 8 experts"),
         (step(3, 1, bytes(6)), "unknown kind 3"),
         (step(2, 0, b""), "no tokens"),
         (step(2, 0xFFFF_FFFF, bytes(6)), "cut off"),
