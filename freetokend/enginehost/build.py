@@ -28,6 +28,7 @@ from freetokend.enginehost.build_cache import (
 from freetokend.enginehost.build_cuda import CudaInputs, build_cuda
 from freetokend.enginehost.built import BuiltEngine
 from freetokend.enginehost.cuda_platform import CudaPlatform
+from freetokend.enginehost.trace_control import RoutingTaps
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.cpu import bank_experts
 from freetokend.ftw.index import FtwIndex
@@ -40,6 +41,7 @@ from freetokend.link.messages import CacheDescription, EngineSettings
 from freetokend.models.registry import build_program
 from freetokend.native.executor import Executor, Numerics
 from freetokend.native.program import NativeDispatch
+from freetokend.native.routing_tap import RoutingTap
 from freetokend.policy.kv_sizing import KvDemand, KvPlan, KvShape, size_kv
 from freetokend.policy.memory import DEFAULT_HEADROOM_BYTES, StepShape, step_workspace_bytes
 from freetokend.scheduler.limits import SchedulerLimits
@@ -195,7 +197,8 @@ class _Builder:
             self._workspace_bytes(self._step_tokens),
             self._memory,
         )
-        program = self._program(experts)
+        tap = RoutingTap(experts)
+        program = self._program(tap)
         kv = self._kv(kv_plan)
         return self._built(
             Engine(program, kv, self._executor),
@@ -203,6 +206,7 @@ class _Builder:
             executions=lambda: experts.executions_count,
             finished_ops=lambda: program.finished_ops_count,
             backend=backend,
+            taps=RoutingTaps(steps=tap),
         )
 
     def _with_cache(self) -> BuiltEngine | BackendChoice:
@@ -228,7 +232,8 @@ class _Builder:
             return made
         cache = made.cache
         kv_plan = kv_plan_of(plan, self._kv_shape)
-        program, sweep_program = self._program(cache.decode), self._program(cache.sweep)
+        tap, sweep_tap = RoutingTap(cache.decode), RoutingTap(cache.sweep)
+        program, sweep_program = self._program(tap), self._program(sweep_tap)
         engine = SweepingEngine(
             program,
             sweep_program,
@@ -243,6 +248,7 @@ class _Builder:
             executions=lambda: cache.executions_count,
             finished_ops=lambda: program.finished_ops_count + sweep_program.finished_ops_count,
             backend=made.backend,
+            taps=RoutingTaps(steps=tap, sweeps=sweep_tap),
             sweep_tokens=sweep_tokens,
             cache=made,
         )
@@ -289,6 +295,7 @@ class _Builder:
         backend: BackendChoice | None,
         sweep_tokens: int = 0,
         cache: CachedExperts | None = None,
+        taps: RoutingTaps | None = None,
     ) -> BuiltEngine:
         facts, settings = self._facts, self._settings
         allocator = PageAllocator(kv_plan.pages_count)
@@ -316,6 +323,7 @@ class _Builder:
             expert_executions=executions,
             finished_ops=finished_ops,
             notes=(*self._notes, *_kv_notes(kv_plan, facts)),
+            taps=taps,
             backend=backend,
             cache=None if cache is None else cache.cache,
             cache_description=None if cache is None else cache.description,

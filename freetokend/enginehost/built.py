@@ -11,6 +11,7 @@ from freetokend.core.model_config import ModelFacts
 from freetokend.engine.work import StepEngine
 from freetokend.enginehost.backend import BackendChoice
 from freetokend.enginehost.cache_control import CacheControl
+from freetokend.enginehost.trace_control import RoutingTaps
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.link.messages import CacheDescription, EngineSettings
@@ -29,6 +30,7 @@ class BuiltEngine:
     `finished_ops` counts what the engine has computed and grows during a step; from any thread.
     `cache`, `cache_description`: of the expert cache; None without one. `device`: what holds its
     slots; `device_name`: empty for the CPU's own.
+    `taps`: where the choice of experts is seen; None where it is not.
     """
 
     engine: StepEngine
@@ -48,6 +50,7 @@ class BuiltEngine:
     cache_description: CacheDescription | None = None
     device: str = "host"
     device_name: str = ""
+    taps: RoutingTaps | None = None
 
 
 class EngineBuilder(Protocol):

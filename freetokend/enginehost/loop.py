@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import assert_never
 
 from freetokend.core.errors import InternalError, InvalidInputError, Reason, reaction
@@ -16,6 +17,7 @@ from freetokend.enginehost.cache_control import CacheCommands
 from freetokend.enginehost.faults import MOST_FAILURES_IN_A_ROW, step_fault
 from freetokend.enginehost.inbox import Inbox, Incoming, Link
 from freetokend.enginehost.sweeping import SweepLane
+from freetokend.enginehost.trace_control import TraceCommands, no_experts
 from freetokend.link.messages import (
     Cancel,
     Disconnected,
@@ -28,8 +30,17 @@ from freetokend.link.messages import (
     StepReport,
     VerifyCache,
 )
+from freetokend.link.trace_messages import StartTrace, StopTrace
 from freetokend.policy.prefill_estimate import PrefillMeter
 from freetokend.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopCommands:
+    """Who does what control asks for between steps; `traces` also hear of every step."""
+
+    cache: CacheCommands
+    traces: TraceCommands
 
 
 class StepLoop:
@@ -37,7 +48,7 @@ class StepLoop:
 
     `probe` computes one known token and raises if that fails. `gauges` adds what the loop does not
     know (pinning, expert executions) to the statistics; it may be called from other threads.
-    `cache_commands` are done between steps; None: the engine has no expert cache.
+    `commands`, of the cache and of recordings, are done between steps; None: there is neither.
     """
 
     def __init__(
@@ -50,7 +61,7 @@ class StepLoop:
         probe: Callable[[], object],
         gauges: Callable[[EngineStats], EngineStats],
         log: EventLogger,
-        cache_commands: CacheCommands | None = None,
+        commands: LoopCommands | None = None,
     ) -> None:
         self._inbox = inbox
         self._link = link
@@ -59,8 +70,16 @@ class StepLoop:
         self._probe = probe
         self._gauges = gauges
         self._log = log
-        self._lane = SweepLane(scheduler, engine, log)
-        self._cache_commands = cache_commands or CacheCommands(None, send=link.send, log=log)
+        if commands is None:
+            commands = LoopCommands(
+                cache=CacheCommands(None, send=link.send, log=log),
+                traces=TraceCommands(
+                    no_experts(), send=link.send, waiting_bytes=lambda: 0, log=log
+                ),
+            )
+        self._traces = commands.traces
+        self._lane = SweepLane(scheduler, engine, log, self._traces)
+        self._cache_commands = commands.cache
         self._ending: Shutdown | Disconnected | None = None
         self._failures_in_a_row_count = 0
         self._reports_count = 0
@@ -145,6 +164,8 @@ class StepLoop:
                 self._set_log_level(message.level)
             case ResizeCache() | VerifyCache():
                 self._cache_commands.take(message)
+            case StartTrace() | StopTrace():
+                self._traces.take(message)
             case EngineSettings():
                 self._log.warning("settings-ignored", model=message.model)
             case _:
@@ -179,6 +200,7 @@ class StepLoop:
             self._report()
 
     def _compute(self, work: StepWork) -> None:
+        self._traces.step_begins()
         try:
             outcome = self._engine.run(work)
         except Exception as error:  # one request's fault must not end the others
@@ -189,6 +211,7 @@ class StepLoop:
                 self._check_health(error)
             return
         self._scheduler.commit(outcome)
+        self._traces.step_ended(work)
         self._failures_in_a_row_count = 0
 
     def _check_health(self, cause: Exception) -> None:

@@ -39,8 +39,15 @@ from freetokend.enginehost.built import BuiltEngine, EngineBuilder
 from freetokend.enginehost.cache_control import CacheCommands
 from freetokend.enginehost.host_facts import CpuChoice, read_cpu_choice
 from freetokend.enginehost.inbox import Inbox, Incoming
-from freetokend.enginehost.loop import StepLoop
+from freetokend.enginehost.loop import LoopCommands, StepLoop
 from freetokend.enginehost.probe import TokenProbe
+from freetokend.enginehost.trace_control import (
+    TraceCommands,
+    Traced,
+    no_experts,
+    no_tap,
+    trace_source,
+)
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.engine_side import EngineLinkClient, take_link_token
 from freetokend.link.messages import (
@@ -53,6 +60,7 @@ from freetokend.link.messages import (
     Shutdown,
 )
 from freetokend.native.lifeline import Lifeline, ReceivedPool, receive_pool
+from freetokend.traces.trace import TraceShape
 
 HANDOVER_TIMEOUT_S: Final = 30.0
 BUILD_MODULE: Final = "freetokend.enginehost.build"
@@ -223,23 +231,7 @@ class _Host:
         self._tell(LoadStage.WARM_UP)
         probe = TokenProbe(built.engine, built.allocator, built.facts.bos_token_id or 0)
         first_token_s = probe.run()
-        loop = StepLoop(
-            inbox=self._inbox,
-            link=client,
-            scheduler=built.scheduler,
-            engine=built.engine,
-            probe=probe.run,
-            gauges=lambda stats: _with_gauges(stats, attached, built),
-            log=self._log,
-            cache_commands=CacheCommands(
-                built.cache,
-                send=client.send,
-                log=self._log,
-                progress=client.progress,
-                experts_per_layer_count=directory.index.expert_bank.experts_per_layer_count,
-                backend=backend.backend,
-            ),
-        )
+        loop = self._loop(directory, attached, built, probe, backend.backend)
         self._live.source = loop.stats
         if built.cache is not None:
             self._live.cache_source = built.cache.counters
@@ -266,6 +258,41 @@ class _Host:
                 built.cache.close()  # before the pool goes that it copies from
             if attached.mapping.pinning is not None:
                 attached.mapping.pinning.abort()
+
+    def _loop(
+        self,
+        directory: FtwDirectory,
+        attached: AttachedPool,
+        built: BuiltEngine,
+        probe: TokenProbe,
+        backend: str,
+    ) -> StepLoop:
+        client = self._client
+        return StepLoop(
+            inbox=self._inbox,
+            link=client,
+            scheduler=built.scheduler,
+            engine=built.engine,
+            probe=probe.run,
+            gauges=lambda stats: _with_gauges(stats, attached, built),
+            log=self._log,
+            commands=LoopCommands(
+                cache=CacheCommands(
+                    built.cache,
+                    send=client.send,
+                    log=self._log,
+                    progress=client.progress,
+                    experts_per_layer_count=directory.index.expert_bank.experts_per_layer_count,
+                    backend=backend,
+                ),
+                traces=TraceCommands(
+                    _traced(directory, built),
+                    send=client.send,
+                    waiting_bytes=client.traced_bytes,
+                    log=self._log,
+                ),
+            ),
+        )
 
     def _tell(self, stage: LoadStage, done_bytes: int = 0, total_bytes: int = 0) -> None:
         self._client.progress()
@@ -316,6 +343,24 @@ class _Host:
             notes=(*backend.notes, *attached.notes, *built.notes),
             cache=built.cache_description,
         )
+
+
+def _traced(directory: FtwDirectory, built: BuiltEngine) -> Traced | FreetokenError:
+    """What can be recorded, or why nothing can."""
+    bank = directory.index.expert_bank
+    if not bank.experts_count:
+        return no_experts()
+    if built.taps is None:
+        return no_tap(built.device_name or built.device)
+    return Traced(
+        taps=built.taps,
+        shape=TraceShape(
+            layers_count=bank.moe_layers_count,
+            experts_per_layer=bank.experts_per_layer_count,
+            experts_per_token=built.facts.experts_per_token_count,
+        ),
+        source=trace_source(directory.index),
+    )
 
 
 def _with_gauges(stats: EngineStats, attached: AttachedPool, built: BuiltEngine) -> EngineStats:

@@ -6,16 +6,24 @@ from freetokend.core.errors import InternalError
 from freetokend.core.logs import EventLogger
 from freetokend.engine.work import StepEngine, Sweep, SweepEngine
 from freetokend.enginehost.faults import MOST_FAILURES_IN_A_ROW, step_fault
+from freetokend.enginehost.trace_control import TraceCommands
 from freetokend.scheduler.scheduler import Scheduler
 
 
 class SweepLane:
     """Owner of the engine's sweep; there is at most one. None begins on an engine without them."""
 
-    def __init__(self, scheduler: Scheduler, engine: StepEngine, log: EventLogger) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: StepEngine,
+        log: EventLogger,
+        traces: TraceCommands,
+    ) -> None:
         self._scheduler = scheduler
         self._engine = engine if isinstance(engine, SweepEngine) else None
         self._log = log
+        self._traces = traces
         self._sweep: Sweep | None = None
         self._failures_in_a_row_count = 0
 
@@ -31,6 +39,7 @@ class SweepLane:
         work = self._scheduler.plan_sweep()
         if work is None:
             return
+        self._traces.sweep_begins(work)
         try:
             self._sweep = self._engine.begin_sweep(work)
         except Exception as error:
@@ -53,6 +62,7 @@ class SweepLane:
             return False
         self._sweep = None
         self._scheduler.commit_sweep(outcome)
+        self._traces.sweep_ended()
         self._failures_in_a_row_count = 0
         return True
 

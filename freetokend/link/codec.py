@@ -46,6 +46,19 @@ from freetokend.link.messages import (
     VerifyCache,
 )
 from freetokend.link.protocol_errors import LinkProtocolError, decode_reason
+from freetokend.link.trace_codec import (
+    decode_trace_ended,
+    decode_trace_started,
+    decode_traced_step,
+    encode_trace,
+)
+from freetokend.link.trace_messages import (
+    StartTrace,
+    StopTrace,
+    TracedStep,
+    TraceEnded,
+    TraceStarted,
+)
 
 _STAGES: Final[Mapping[str, pb.LoadStage]] = MappingProxyType(
     {
@@ -119,6 +132,8 @@ def encode_engine_message(message: EngineMessage) -> pb.EngineMessage:
             return pb.EngineMessage(cache_resized=encode_resized(message))
         case CacheVerified():
             return pb.EngineMessage(cache_verified=encode_verified(message))
+        case TraceStarted() | TracedStep() | TraceEnded():
+            return encode_trace(message)
         case _:
             assert_never(message)
 
@@ -168,6 +183,12 @@ def decode_engine_message(message: pb.EngineMessage) -> EngineMessage:
             return decode_resized(message.cache_resized)
         case "cache_verified":
             return decode_verified(message.cache_verified)
+        case "trace_started":
+            return decode_trace_started(message.trace_started)
+        case "traced_step":
+            return decode_traced_step(message.traced_step)
+        case "trace_ended":
+            return decode_trace_ended(message.trace_ended)
         case _:
             raise LinkProtocolError("the engine sent a message without a known body")
 
@@ -193,6 +214,10 @@ def encode_control_message(message: ControlMessage) -> pb.ControlMessage:
             )
         case VerifyCache():
             return pb.ControlMessage(verify_cache=pb.VerifyCache(request_id=message.request_id))
+        case StartTrace():
+            return pb.ControlMessage(start_trace=pb.StartTrace(trace_id=message.trace_id))
+        case StopTrace():
+            return pb.ControlMessage(stop_trace=pb.StopTrace(trace_id=message.trace_id))
         case _:
             assert_never(message)
 
@@ -215,6 +240,10 @@ def decode_control_message(message: pb.ControlMessage) -> ControlMessage:
             return ResizeCache(generation=resize.generation, slots_count=resize.slots_count)
         case "verify_cache":
             return VerifyCache(request_id=message.verify_cache.request_id)
+        case "start_trace":
+            return StartTrace(trace_id=message.start_trace.trace_id)
+        case "stop_trace":
+            return StopTrace(trace_id=message.stop_trace.trace_id)
         case _:
             raise LinkProtocolError("control sent a message without a known body")
 

@@ -5,6 +5,7 @@ from freetokend.link.liveness import LivenessLimits
 from freetokend.link.server import LinkServer
 from freetokend.link.session import EngineEnd, EngineLaunch
 from freetokend.link.supervisor import EngineSupervisor
+from freetokend.link.trace_requests import TraceRecording
 
 __all__ = [
     "EngineEnd",
@@ -13,4 +14,5 @@ __all__ = [
     "LinkServer",
     "LivenessLimits",
     "PoolHandover",
+    "TraceRecording",
 ]

@@ -126,6 +126,10 @@ class EngineLinkClient:
             self._last_stats = message.stats
         self._outbox.put(message)
 
+    def traced_bytes(self) -> int:
+        """How many bytes of recorded steps control has not taken yet."""
+        return self._outbox.traced_bytes()
+
     def progress(self, count: int = 1) -> None:
         """Note that work advanced: a chunk, a layer sweep, a loaded block."""
         with self._progress_lock:

@@ -9,9 +9,10 @@ from typing import Final, Protocol, Self
 
 from freetokend.core.cache_stats import CacheCounters
 from freetokend.core.errors import Reason
+from freetokend.link.trace_messages import TraceCommand, TraceMessage
 from freetokend.policy.backend_choice import LayerBranch
 
-LINK_VERSION: Final = 2
+LINK_VERSION: Final = 3
 """Rises with every incompatible change of link.proto; both ends must say the same."""
 
 
@@ -360,11 +361,20 @@ CacheAnswer = CacheResized | CacheVerified
 """The engine's answers to `CacheCommand`s."""
 
 EngineMessage = (
-    Hello | LoadProgress | EngineDescription | StepReport | Heartbeat | Failure | CacheAnswer
+    Hello
+    | LoadProgress
+    | EngineDescription
+    | StepReport
+    | Heartbeat
+    | Failure
+    | CacheAnswer
+    | TraceMessage
 )
 """What the engine sends."""
 
-ControlMessage = EngineSettings | GenerateRequest | Cancel | Shutdown | SetLogLevel | CacheCommand
+ControlMessage = (
+    EngineSettings | GenerateRequest | Cancel | Shutdown | SetLogLevel | CacheCommand | TraceCommand
+)
 """What control sends."""
 
 

@@ -32,6 +32,12 @@ from freetokend.link.messages import (
 )
 from freetokend.link.process import EngineProcess, pass_to_stderr
 from freetokend.link.server import Attachment, LinkServer
+from freetokend.link.trace_messages import (
+    TracedStep,
+    TraceEnded,
+    TraceMessage,
+    TraceStarted,
+)
 
 # Between the first sign of the end (stream or process) and the second: enough for the last
 # messages and the exit code to arrive, well inside the 2 s that running requests may wait.
@@ -97,6 +103,10 @@ class SessionEvents(Protocol):
 
     def session_cache_answer(self, answer: CacheAnswer) -> None:
         """The expert cache was resized or compared."""
+        ...
+
+    def session_traced(self, message: TraceMessage) -> None:
+        """A recording goes on, or has ended."""
         ...
 
     def session_lost(self, cause: str) -> None:
@@ -223,6 +233,9 @@ class EngineSession:
             case CacheResized() | CacheVerified():
                 self.liveness.worked(now_s)
                 self._events.session_cache_answer(message)
+            case TraceStarted() | TracedStep() | TraceEnded():
+                self.liveness.worked(now_s)
+                self._events.session_traced(message)
             case Hello():
                 self.kill("it said Hello twice")
             case _:

@@ -28,6 +28,11 @@ from freetokend.link.messages import (
 from freetokend.link.server import LinkServer
 from freetokend.link.session import EngineEnd, EngineLaunch, EngineSession
 from freetokend.link.streams import RequestTable, UpdateStream
+from freetokend.link.trace_messages import (
+    TraceMessage,
+    TraceStarted,
+)
+from freetokend.link.trace_requests import TraceRecording, TraceRequests
 from freetokend.policy.restart import GiveUp, RestartBudget, RestartHistory, after_death
 
 CACHE_ANSWER_TIMEOUT_S: Final = 120.0
@@ -62,6 +67,7 @@ class EngineSupervisor:
         self._clock = clock
         self._requests = RequestTable()
         self._cache_requests = CacheRequests()
+        self._trace_requests = TraceRequests()
         self._session: EngineSession | None = None
         self._runner: asyncio.Task[None] | None = None
         self._idle_state = EngineState.STARTING  # the state while no session runs
@@ -182,18 +188,29 @@ class EngineSupervisor:
         Raises `UnavailableError` (no engine is ready, it ended or does not answer) and the
         engine's refusal as `FreetokenError` of its reason.
         """
-        return await self._cache_requests.resize(self._cache_session().send, slots_count, timeout_s)
+        session = self._ready_session("there is no expert cache now")
+        return await self._cache_requests.resize(session.send, slots_count, timeout_s)
 
     async def verify_cache(self, *, timeout_s: float = CACHE_ANSWER_TIMEOUT_S) -> CacheVerified:
         """Compare every resident slot with the pool. Raises as `resize_cache` does."""
-        return await self._cache_requests.verify(self._cache_session().send, timeout_s)
+        session = self._ready_session("there is no expert cache now")
+        return await self._cache_requests.verify(session.send, timeout_s)
 
-    def _cache_session(self) -> EngineSession:
+    async def record_trace(
+        self, *, timeout_s: float = CACHE_ANSWER_TIMEOUT_S
+    ) -> tuple[TraceStarted, TraceRecording]:
+        """Record which experts are chosen until the recording is closed; it ends with the engine.
+
+        Raises as `resize_cache` does, and `UnavailableError` while another recording goes on.
+        """
+        session = self._ready_session("nothing can be recorded now")
+        return await self._trace_requests.start(session.send, timeout_s)
+
+    def _ready_session(self, without: str) -> EngineSession:
         """The session of an engine that is ready, draining or not."""
         if self._session is None or self._session.state is not EngineState.READY:
             raise UnavailableError(
-                "the engine is not ready, so there is no expert cache now; see "
-                "`freetokenctl status` and try again",
+                f"the engine is not ready, so {without}; see `freetokenctl status` and try again",
                 retry_after_s=_LOADING_RETRY_S,
             )
         return self._session
@@ -226,6 +243,7 @@ class EngineSupervisor:
         self._requests.fail_all(
             Reason.DRAINING, "the service is stopping; the request was not finished in time"
         )
+        self._trace_requests.fail(Reason.DRAINING, "the service is stopping")
         if self._session is not None:
             self._session.send(Shutdown(drain=False))
         if self._runner is not None:
@@ -251,8 +269,13 @@ class EngineSupervisor:
         self._cache_requests.answered(answer)
         self._refresh()
 
+    def session_traced(self, message: TraceMessage) -> None:
+        """`SessionEvents`: pass it to the recording."""
+        self._trace_requests.told(message)
+
     def session_lost(self, cause: str) -> None:
         """`SessionEvents`: end every request in flight, now."""
+        self._trace_requests.fail(Reason.ENGINE_FAILED, f"the engine {cause}")
         self._cache_requests.fail_all(f"the engine {cause} while its cache was at work")
         self._requests.fail_all(
             Reason.ENGINE_FAILED, f"the engine {cause}; the request is lost, send it again"

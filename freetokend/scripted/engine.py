@@ -33,6 +33,11 @@ from freetokend.link.messages import (
     StepReport,
     VerifyCache,
 )
+from freetokend.link.trace_messages import (
+    StartTrace,
+    StopTrace,
+    TraceStarted,
+)
 from freetokend.scripted.cache import ScriptedCache, resized, verified
 from freetokend.scripted.script import Fault, FaultAction, FaultPoint, Script, TokenKind
 
@@ -171,12 +176,20 @@ class ScriptedEngine:
                 self._ending = message
             case Disconnected():
                 self._ending = Shutdown(drain=False)
-            case SetLogLevel() | EngineSettings():
+            case SetLogLevel() | EngineSettings() | StopTrace():
                 pass
             case ResizeCache():
                 self._client.send(resized(self._cache, message))
             case VerifyCache():
                 self._client.send(verified(self._cache, message))
+            case StartTrace():
+                self._client.send(
+                    TraceStarted(
+                        trace_id=message.trace_id,
+                        error_reason=Reason.MODEL_UNSUPPORTED,
+                        error_message="this engine is scripted and has no experts to choose",
+                    )
+                )
             case _:
                 assert_never(message)
 

@@ -15,8 +15,9 @@ from freetokend.engine.work import StepOutcome, StepWork
 from freetokend.enginehost.cache_control import CacheCommands
 from freetokend.enginehost.faults import MOST_FAILURES_IN_A_ROW, step_fault
 from freetokend.enginehost.inbox import Inbox, Incoming
-from freetokend.enginehost.loop import StepLoop
+from freetokend.enginehost.loop import LoopCommands, StepLoop
 from freetokend.enginehost.probe import TokenProbe
+from freetokend.enginehost.trace_control import TraceCommands, Traced, no_experts
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.link.messages import (
     CacheAnswer,
@@ -35,6 +36,7 @@ from freetokend.link.messages import (
     StepReport,
     VerifyCache,
 )
+from freetokend.link.trace_messages import TracedStep, TraceEnded, TraceMessage, TraceStarted
 from freetokend.scheduler.limits import SchedulerLimits
 from freetokend.scheduler.scheduler import Scheduler
 from tests.enginehost.fake_cache import FakeCache
@@ -50,6 +52,7 @@ class RecordingLink:
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
         self.answers: list[CacheAnswer] = []
+        self.traced: list[TraceMessage] = []
         self.busy: list[bool] = []
         self.progress_count = 0
         self.on_report = lambda report: None
@@ -57,6 +60,9 @@ class RecordingLink:
     def send(self, message: EngineMessage) -> None:
         if isinstance(message, CacheResized | CacheVerified):
             self.answers.append(message)
+            return
+        if isinstance(message, TraceStarted | TracedStep | TraceEnded):
+            self.traced.append(message)
             return
         assert isinstance(message, StepReport)
         self.reports.append(message)
@@ -78,6 +84,7 @@ class Rig:
         *messages: Incoming,
         cache: FakeCache | None = None,
         sweep_tokens: int = 0,
+        traced: Traced | None = None,
     ) -> None:
         self.source: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         for message in messages:
@@ -103,8 +110,14 @@ class Rig:
             probe=TokenProbe(self.engine, self.allocator, 1).run,
             gauges=lambda stats: replace(stats, pool_bytes=77),
             log=logs.logger("freetokend.test"),
-            cache_commands=CacheCommands(
-                cache, send=self.link.send, log=logs.logger("freetokend.test")
+            commands=LoopCommands(
+                cache=CacheCommands(cache, send=self.link.send, log=logs.logger("freetokend.test")),
+                traces=TraceCommands(
+                    traced or no_experts(),
+                    send=self.link.send,
+                    waiting_bytes=lambda: 0,
+                    log=logs.logger("freetokend.test"),
+                ),
             ),
         )
 

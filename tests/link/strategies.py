@@ -32,6 +32,14 @@ from freetokend.link.messages import (
     StepReport,
     VerifyCache,
 )
+from freetokend.link.trace_messages import (
+    RoutedRows,
+    StartTrace,
+    StopTrace,
+    TracedStep,
+    TraceEnded,
+    TraceStarted,
+)
 from freetokend.policy.backend_choice import LayerBranch
 
 u32 = st.integers(0, 2**32 - 1)
@@ -145,6 +153,34 @@ cache_answers = st.one_of(
         error_message=texts,
     ),
 )
+trace_messages = st.one_of(
+    st.builds(
+        TraceStarted,
+        trace_id=texts,
+        layers_count=u32,
+        experts_per_layer_count=u32,
+        experts_per_token_count=u32,
+        source=texts,
+        error_reason=st.none() | st.sampled_from(Reason),
+        error_message=texts,
+    ),
+    st.builds(
+        TracedStep,
+        trace_id=texts,
+        parts=st.lists(
+            st.builds(
+                RoutedRows,
+                is_prefill=st.booleans(),
+                rows_count=u32,
+                expert_ids=st.binary(max_size=12),
+            ),
+            max_size=2,
+        ).map(tuple),
+    ),
+    st.builds(
+        TraceEnded, trace_id=texts, error_reason=st.sampled_from(Reason), error_message=texts
+    ),
+)
 descriptions = st.builds(
     EngineDescription,
     model=texts,
@@ -202,6 +238,7 @@ engine_messages = st.one_of(
     ),
     st.builds(Failure, reason=st.sampled_from(Reason), message=texts),
     cache_answers,
+    trace_messages,
 )
 settings_messages = st.builds(
     EngineSettings,
@@ -250,4 +287,6 @@ control_messages = st.one_of(
     st.builds(SetLogLevel, level=texts),
     st.builds(ResizeCache, generation=u64, slots_count=u32),
     st.builds(VerifyCache, request_id=texts),
+    st.builds(StartTrace, trace_id=texts),
+    st.builds(StopTrace, trace_id=texts),
 )

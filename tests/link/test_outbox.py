@@ -22,6 +22,7 @@ from freetokend.link.messages import (
     StepReport,
 )
 from freetokend.link.outbox import Outbox
+from freetokend.link.trace_messages import RoutedRows, TracedStep
 from tests.link.strategies import request_ids, tokens
 
 Event = tuple[int | FinishReason, ...]
@@ -109,3 +110,17 @@ def test_take_waits_for_a_message() -> None:
     outbox.put(StepReport(step_index=7))
     reader.join(timeout=10)
     assert taken == [StepReport(step_index=7)]
+
+
+def test_recorded_steps_are_counted_until_they_are_taken() -> None:
+    outbox = Outbox()
+    rows = RoutedRows(is_prefill=False, rows_count=1, expert_ids=bytes(12))
+    for count in (1, 2):
+        outbox.put(TracedStep(trace_id="t", parts=(rows,) * count))
+        outbox.put(StepReport(step_index=count))
+    assert outbox.traced_bytes() == 36
+    outbox.take()
+    assert outbox.traced_bytes() == 24
+    outbox.close()
+    outbox.put(TracedStep(trace_id="t", parts=(rows,)))
+    assert outbox.traced_bytes() == 24, "nobody will take it"
