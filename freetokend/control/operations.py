@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from freetokend.control.traces import Recording
 from freetokend.link.messages import CacheVerified
+from freetokend.link.trace_messages import TraceStarted
 
 
 class ServiceOperations(Protocol):
@@ -24,6 +26,10 @@ class ServiceOperations(Protocol):
 
     async def verify_cache(self) -> CacheVerified:
         """Compare every resident slot of the expert cache with the pool."""
+        ...
+
+    async def record_trace(self) -> tuple[TraceStarted, Recording]:
+        """Record which experts are chosen, until the recording is closed."""
         ...
 
     def set_log_level(self, level: str) -> str:

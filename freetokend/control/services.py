@@ -15,6 +15,7 @@ from freetokend.control.cache import cache_response, verify_response
 from freetokend.control.operations import ServiceOperations
 from freetokend.control.state import StateKeeper
 from freetokend.control.status import status_message
+from freetokend.control.traces import recorded
 from freetokend.core import logs
 from freetokend.core.config.resolved import ResolvedConfig
 from freetokend.core.errors import InvalidInputError
@@ -24,6 +25,7 @@ _INTERVAL_RANGE_S: Final = (0.1, 3600.0)
 # A step every few milliseconds changes the state; no reader needs more than ten a second.
 _SPACING_S: Final = 0.1
 _DRAIN_RANGE_S: Final = (0.0, 3600.0)
+_TRACE_RANGE_S: Final = (0.0, 7 * 86400.0)
 
 _log = logs.logger(__name__)
 
@@ -135,6 +137,20 @@ class AdminService(pb_grpc.AdminServicer):
         """Waits for the comparison."""
         found = await self._operations.verify_cache()
         return verify_response(found)
+
+    async def RecordTrace(  # noqa: N802 - the name is the protocol's
+        self, request: pb.RecordTraceRequest, context: Context
+    ) -> AsyncIterator[pb.RecordTraceResponse]:
+        """Records until a limit is reached or the caller goes."""
+        _check_range("duration_s", request.duration_s, _TRACE_RANGE_S)
+        started, recording = await self._operations.record_trace()
+        # However the call ends: the generator of a caller that has gone may be finished late.
+        context.add_done_callback(lambda _: recording.close())  # type: ignore[arg-type] # its stubs ask for an instance of their own class
+        _log.info("trace-started", duration_s=request.duration_s, steps_count=request.steps_count)
+        async for response in recorded(
+            started, recording, duration_s=request.duration_s, steps_count=request.steps_count
+        ):
+            yield response
 
 
 def _check_range(param: str, value: float, limits: tuple[float, float]) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ANSWER_TIMEOUT_S: Final = 10.0
 
+# As the link allows: the routing of a long prompt is one message.
+_MAX_MESSAGE_BYTES: Final = 64 << 20
 _CONNECT_TIMEOUT_S: Final = 5.0
 _REASON_KEY: Final = "freetoken-reason"
 _HOW_TO_START: Final = (
@@ -101,7 +103,10 @@ def connected(path: str) -> Iterator[grpc.Channel]:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import grpc  # noqa: PLC0415 - costs more than the rest of the program
 
-    options = (("grpc.enable_http_proxy", 0),)
+    options = (
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    )
     try:
         with grpc.insecure_channel(f"unix:{path}", options=options) as channel:
             yield channel

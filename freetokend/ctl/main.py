@@ -286,8 +286,38 @@ def _add_ftw(verbs: Verbs[argparse.ArgumentParser], *, wanted: bool) -> None:
 
 
 def _add_trace(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    trace = verbs.add_parser("trace", help="compare cache policies on recorded routing")
+    trace = verbs.add_parser("trace", help="record routing, and compare cache policies on it")
     trace_verbs = trace.add_subparsers(dest="trace_verb", required=True, metavar="VERB")
+    record = _add(
+        trace_verbs,
+        "record",
+        "trace_record:record",
+        "record which experts the running model chooses",
+        "Records which experts the running model chooses, step by step, until Ctrl-C or a limit, "
+        "for `trace replay`. A trace holds numbers of experts: no tokens, no text, nothing of who "
+        "asked. Requests are not slowed down: what cannot keep up is the recording, which then "
+        "ends and says so. Whatever ends it, FILE is whole and holds what was recorded.",
+    )
+    record.add_argument("--out", required=True, metavar="FILE", help="the trace to write")
+    record.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    limit = record.add_mutually_exclusive_group()
+    limit.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        dest="duration_s",
+        help="end after S seconds (default: never)",
+    )
+    limit.add_argument(
+        "--steps",
+        type=_above_0,
+        default=0,
+        metavar="N",
+        dest="steps_count",
+        help="end after N steps of the engine (default: never)",
+    )
+    _add_output(record)
     replay = _add(
         trace_verbs,
         "replay",
@@ -299,7 +329,7 @@ def _add_trace(verbs: Verbs[argparse.ArgumentParser]) -> None:
     replay.add_argument("file", help="the trace")
     replay.add_argument(
         "--slots",
-        type=_slots,
+        type=_above_0,
         action="append",
         metavar="N",
         help="slots of the cache; may be repeated (default: 5 to 80 %% of the experts)",
@@ -307,7 +337,14 @@ def _add_trace(verbs: Verbs[argparse.ArgumentParser]) -> None:
     _add_output(replay)
 
 
-def _slots(text: str) -> int:
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _above_0(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")

@@ -31,8 +31,10 @@ from freetokend.link.control_side import (
     LinkServer,
     LivenessLimits,
     PoolHandover,
+    TraceRecording,
 )
 from freetokend.link.messages import CacheVerified, EngineSettings, EngineState
+from freetokend.link.trace_messages import TraceStarted
 from freetokend.native.pool import PoolFile, create_pool_file
 from freetokend.policy.restart import RestartBudget
 from freetokend.serving.app import create_app, model_created_s
@@ -110,6 +112,10 @@ class Service:
     async def verify_cache(self) -> CacheVerified:
         """See `ServiceOperations`."""
         return await self._engine().verify_cache()
+
+    async def record_trace(self) -> tuple[TraceStarted, TraceRecording]:
+        """See `ServiceOperations`."""
+        return await self._engine().record_trace()
 
     def set_log_level(self, level: str) -> str:
         """See `ServiceOperations`."""

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from freetokend.core import logs
 from freetokend.core.cache_stats import CacheCounters, LayerCounters
 from freetokend.core.config import (
@@ -29,6 +31,7 @@ from freetokend.link.messages import (
     LayerRun,
     SequenceUpdate,
 )
+from freetokend.link.trace_messages import RoutedRows, TracedStep, TraceEnded, TraceStarted
 from freetokend.policy.backend_choice import LayerBranch
 
 DESCRIPTION = EngineDescription(
@@ -175,6 +178,38 @@ class FakeGateway:
             self.closed_count += 1
 
 
+class FakeRecording:
+    """Steps that are there at once, then the end, or a wait for ever."""
+
+    def __init__(self) -> None:
+        self.items: list[TracedStep | TraceEnded] = []
+        self.closed = asyncio.Event()
+
+    async def next(self) -> TracedStep | TraceEnded:
+        if self.items:
+            return self.items.pop(0)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def traced_step(*parts: tuple[bool, list[list[list[int]]]]) -> TracedStep:
+    """Parts: whether a prompt is read, and ids [layers][rows][k]."""
+    return TracedStep(
+        trace_id="t",
+        parts=tuple(
+            RoutedRows(
+                is_prefill=is_prefill,
+                rows_count=len(ids[0]),
+                expert_ids=np.array(ids, dtype="<u2").tobytes(),
+            )
+            for is_prefill, ids in parts
+        ),
+    )
+
+
 class FakeOperations:
     """`ServiceOperations` that notes its calls."""
 
@@ -183,6 +218,14 @@ class FakeOperations:
         self.still_running_count = 0
         self.error: Exception | None = None
         self.verified = CacheVerified(request_id="v", compared_count=10, compared_bytes=1 << 20)
+        self.started = TraceStarted(
+            trace_id="t",
+            layers_count=2,
+            experts_per_layer_count=8,
+            experts_per_token_count=2,
+            source="made up",
+        )
+        self.recording = FakeRecording()
         self.stop_requested = asyncio.Event()
 
     async def drain(self, timeout_s: float) -> int:
@@ -203,6 +246,12 @@ class FakeOperations:
         if self.error is not None:
             raise self.error
         return self.verified
+
+    async def record_trace(self) -> tuple[TraceStarted, FakeRecording]:
+        self.calls.append(("record-trace", None))
+        if self.error is not None:
+            raise self.error
+        return self.started, self.recording
 
     def set_log_level(self, level: str) -> str:
         self.calls.append(("log-level", level))

@@ -19,7 +19,8 @@ from freetokend.control import ControlPlane
 from freetokend.control.errors import PARAM_KEY, REASON_KEY, RETRY_AFTER_KEY
 from freetokend.core.errors import REACTIONS, FreetokenError, InternalError, Reason
 from freetokend.link.messages import CacheVerified, EngineState, LoadProgress, SlotDifference
-from tests.control.fakes import CACHE, CACHED, FakeGateway, FakeOperations
+from freetokend.link.trace_messages import TraceEnded
+from tests.control.fakes import CACHE, CACHED, FakeGateway, FakeOperations, traced_step
 
 
 def details(error: grpc.aio.AioRpcError) -> dict[str, str]:
@@ -241,6 +242,53 @@ async def test_a_comparison_of_the_cache_is_passed_on(
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
+async def test_a_recording_is_told_step_by_step_and_ends_with_its_limit(
+    operations: FakeOperations, admin: grpc.aio.Channel
+) -> None:
+    stub = pb_grpc.AdminStub(admin)
+    steps = [traced_step((False, [[[0, 1]], [[2, 3]]])) for _ in range(3)]
+    operations.recording.items = list(steps)
+    found = [one async for one in stub.RecordTrace(pb.RecordTraceRequest(steps_count=2))]
+    assert [one.WhichOneof("body") for one in found] == ["started", "step", "step", "ended"]
+    assert (found[0].started.layers_count, found[0].started.source) == (2, "made up")
+    assert found[1].step.parts[0].expert_ids == steps[0].parts[0].expert_ids
+    assert (found[3].ended.steps_count, found[3].ended.error_reason) == (2, "")
+    assert operations.recording.closed.is_set()
+    # The engine's own end; then a limit of time while nothing comes.
+    operations.recording.items = [
+        TraceEnded(trace_id="t", error_reason=Reason.ENGINE_FAILED, error_message="it died")
+    ]
+    for limit_s, cause, reason in ((0.0, "it died", "engine_failed"), (0.05, "time", "")):
+        request = pb.RecordTraceRequest(duration_s=limit_s)
+        *_, last = [one async for one in stub.RecordTrace(request)]
+        assert cause in last.ended.cause
+        assert last.ended.error_reason == reason
+
+
+async def test_a_recording_whose_caller_has_gone_is_closed(
+    operations: FakeOperations, admin: grpc.aio.Channel
+) -> None:
+    call = pb_grpc.AdminStub(admin).RecordTrace(pb.RecordTraceRequest())
+    assert (await call.read()).WhichOneof("body") == "started"
+    assert not operations.recording.closed.is_set()
+    call.cancel()
+    async with asyncio.timeout(10):
+        await operations.recording.closed.wait()
+
+
+async def test_a_recording_that_is_refused_has_its_reason(
+    operations: FakeOperations, admin: grpc.aio.Channel
+) -> None:
+    operations.error = FreetokenError("another one", reason=Reason.QUEUE_FULL)
+    for request, code in (
+        (pb.RecordTraceRequest(), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (pb.RecordTraceRequest(duration_s=-1), grpc.StatusCode.INVALID_ARGUMENT),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pb_grpc.AdminStub(admin).RecordTrace(request).read()
+        assert caught.value.code() is code
+
+
 async def test_bad_arguments_name_the_field_and_what_is_allowed(admin: grpc.aio.Channel) -> None:
     stub = pb_grpc.AdminStub(admin)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -291,6 +339,9 @@ async def test_the_monitor_socket_has_no_admin_verbs(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.RecordTrace(pb.RecordTraceRequest()).read()
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert operations.calls == []
 
 
