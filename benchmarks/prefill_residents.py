@@ -22,7 +22,7 @@ from benchmarks.routing_cases import CONVERSATION_SHARE, DRIFT_TOKENS, SYNTHETIC
 from freetokend.experts.cache import ExpertCache
 from freetokend.native.executor import Executor
 from freetokend.traces.synthetic import Locality, Workload, synthetic_trace
-from freetokend.traces.trace import Phase, RoutingTrace, TraceShape
+from freetokend.traces.trace import SKIPPED, Phase, RoutingTrace, TraceShape
 
 LOOKED_AT_STEPS: Final = 32
 SETTLED_STEPS: Final = 128
@@ -81,10 +81,16 @@ def talks(trace: RoutingTrace) -> list[Talk]:
     """A prompt and what follows it, for each of the trace's prompts."""
     runs = [list(run) for _, run in groupby(trace.steps, key=lambda step: step.phase)]
     return [
-        Talk(prompt=read[0].ids, written=[step.ids for step in written])
+        Talk(prompt=_computed(read[0].ids), written=[step.ids for step in written])
         for read, written in zip(runs[::2], runs[1::2], strict=True)
         if read[0].phase is Phase.PREFILL
     ]
+
+
+def _computed(ids: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """Where a layer computed the last token only, all its tokens choose as that one does: the
+    layers here are computed for the same number of tokens."""
+    return np.where(ids == SKIPPED, ids[:, -1:], ids)
 
 
 def cases(*, quick: bool) -> list[Case]:

@@ -14,12 +14,11 @@ import argparse
 import os
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -30,6 +29,8 @@ from freetokend.engine.step import Engine
 from freetokend.engine.work import SamplingParams, SequenceWork, StepWork
 from freetokend.enginehost.attach import attach_pool
 from freetokend.enginehost.build import PAGE_TOKENS
+from freetokend.enginehost.routed_steps import routed_steps
+from freetokend.enginehost.trace_control import STEP_CAPACITY_IDS, trace_source
 from freetokend.experts.cpu import bank_experts
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.kvcache.arena import KvArena
@@ -38,32 +39,15 @@ from freetokend.models.registry import build_program
 from freetokend.native.executor import Executor
 from freetokend.native.lifeline import ReceivedPool
 from freetokend.native.pool import create_pool_file
+from freetokend.native.routing_tap import RoutingTap
 from freetokend.policy.kv_sizing import KvShape
 from freetokend.tensor.native_program import NativeProgram
 from freetokend.tensor.pool_weights import PoolWeights
-from freetokend.tensor.program import Experts, Op
-from freetokend.traces.trace import Phase, TraceShape
+from freetokend.traces.trace import TraceShape
 from freetokend.traces.trace_file import TraceWriter
 
 CONTEXT_TOKENS: Final = 2048
 MEMORY: Final = HostMemory(mem_available_bytes=64 << 30)
-
-
-class RoutingObserver:
-    """Keeps the routed ids of the step in progress, layer by layer."""
-
-    def __init__(self) -> None:
-        self._layers: list[np.ndarray] = []
-
-    def __call__(self, op: Op, buffer: Callable[[int], torch.Tensor]) -> None:
-        if isinstance(op, Experts):
-            self._layers.append(buffer(op.ids).numpy().copy())
-
-    def take(self) -> np.ndarray:
-        """int32 [layers, tokens, k] of the step that has just ended."""
-        ids = np.stack(self._layers)
-        self._layers.clear()
-        return ids
 
 
 class Talk:
@@ -106,8 +90,8 @@ class Talk:
 
 
 @contextmanager
-def observed_engine(directory: FtwDirectory, observer: RoutingObserver) -> Iterator[Engine]:
-    """An engine over a pool of its own, whose every step the observer sees."""
+def tapped_engine(directory: FtwDirectory) -> Iterator[tuple[Engine, RoutingTap]]:
+    """An engine over a pool of its own, and a tap that keeps the routing of its steps."""
     torch.set_num_threads(1)
     index, config = directory.index, directory.model_config()
     pool = create_pool_file("freetoken-record", index.region_bytes, index.identity)
@@ -119,16 +103,14 @@ def observed_engine(directory: FtwDirectory, observer: RoutingObserver) -> Itera
             cancel=threading.Event(),
         )  # fmt: skip
         with attached.mapping as mapping:
-            program = NativeProgram(
-                build_program(config),
-                PoolWeights(mapping.region_address, index),
-                executor,
-                bank_experts(index.expert_bank, mapping.region_address, numerics="exact"),
-                observer=observer,
-            )
+            experts = bank_experts(index.expert_bank, mapping.region_address, numerics="exact")
+            tap = RoutingTap(experts)
+            tap.start(STEP_CAPACITY_IDS)
+            weights = PoolWeights(mapping.region_address, index)
+            program = NativeProgram(build_program(config), weights, executor, tap)
             pages_count = len(CONVERSATIONS) * CONTEXT_TOKENS // PAGE_TOKENS
             arena = KvArena(_kv_shape(model_facts(config)), pages_count)
-            yield Engine(program, NativeKvStore(executor, arena), executor)
+            yield Engine(program, NativeKvStore(executor, arena), executor), tap
     finally:
         executor.close()
         os.close(pool.fd)
@@ -149,7 +131,6 @@ def record(
 ) -> None:
     """Run all conversations and write the trace."""
     facts = model_facts(directory.model_config())
-    observer = RoutingObserver()
     shape = TraceShape(
         layers_count=facts.moe_layers_count,
         experts_per_layer=facts.experts_per_layer_count,
@@ -160,27 +141,24 @@ def record(
     alone = len(talks) - side_by_side
     groups = [[talk] for talk in talks[:alone]] + ([talks[alone:]] if side_by_side else [])
     with (
-        observed_engine(directory, observer) as engine,
-        TraceWriter(out, shape, source=_source(directory)) as writer,
+        tapped_engine(directory) as (engine, tap),
+        TraceWriter(out, shape, source=trace_source(directory.index)) as writer,
     ):
 
-        def step(phase: Phase, group: list[Talk], works: list[SequenceWork]) -> None:
-            outcome = engine.run(StepWork(sequences=tuple(works)))
+        def step(group: list[Talk], works: list[SequenceWork]) -> None:
+            work = StepWork(sequences=tuple(works))
+            outcome = engine.run(work)
             for talk, one in zip(group, outcome.outcomes, strict=True):
                 talk.drew(one.token_id)
-            writer.add(phase, observer.take())
+            for routed in routed_steps(work, tap.take(), shape):
+                writer.add(routed.phase, routed.ids)
 
         for turn in range(len(CONVERSATIONS[0])):
             for group in groups:
                 for talk in group:
-                    step(Phase.PREFILL, [talk], [talk.read(turn)])
+                    step([talk], [talk.read(turn)])
                 for _ in range(write_tokens):
-                    step(Phase.DECODE, group, [talk.write() for talk in group])
-
-
-def _source(directory: FtwDirectory) -> str:
-    index = directory.index
-    return f"{index.architecture} {index.identity[:16]}, experts {index.expert_bank.format}"
+                    step(group, [talk.write() for talk in group])
 
 
 def main() -> None:
