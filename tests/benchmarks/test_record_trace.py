@@ -1,4 +1,4 @@
-"""The recorder of the benchmarks on a tiny model: a trace that replays and other benchmarks read."""
+"""The recorder of the benchmarks on a tiny model: a trace that replays, and that others read."""
 
 from __future__ import annotations
 
