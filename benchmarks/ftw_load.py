@@ -126,8 +126,10 @@ def raw_bytes_per_s(shards: Sequence[ShardFile], chunk_bytes: int, depth: int) -
     return read_bytes / elapsed_s
 
 
-def our_bytes_per_s(shards: Sequence[ShardFile], case: Case, pool_directory: str | None) -> float:
-    """One load into a pool of its own."""
+def our_bytes_per_s(
+    shards: Sequence[ShardFile], case: Case, pool_directory: str | None
+) -> tuple[float, int]:
+    """One load into a pool of its own, and the size of the pool's pages in bytes."""
     region_bytes = sum(shard.length_bytes for shard in shards)
     pool = create_pool_file("freetoken-pool-bench", region_bytes, IDENTITY, pool_directory)
     try:
@@ -136,12 +138,13 @@ def our_bytes_per_s(shards: Sequence[ShardFile], case: Case, pool_directory: str
                 mapping.load(shards)
             drop_caches(shards)
             result = mapping.load(shards, settings=case.settings)
+            page_bytes = mapping.pages().page_bytes
             print(
                 f"  {case.name}: {result.bytes_per_s / 1e9:.2f} GB/s with {result.io}, "
                 f"depth {result.depth_count}, {pool.backing}, "
-                f"pages of {mapping.pages().page_bytes >> 10} KiB {' '.join(result.notes)}"
+                f"pages of {page_bytes >> 10} KiB {' '.join(result.notes)}"
             )
-            return result.bytes_per_s
+            return result.bytes_per_s, page_bytes
     finally:
         pool.close()
 
@@ -199,12 +202,15 @@ class Disk:
         self._chunk_bytes = LoadSettings().chunk_bytes
         self.depth = best_depth(shards, self._chunk_bytes)
         self.measured: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        self.page_bytes: dict[str, int] = {}
 
     def measure(self, case: Case, *, ours_first: bool) -> None:
         """Ours beside each rival, in bytes/s, one directly after the other."""
 
         def ours() -> float:
-            return our_bytes_per_s(self._shards, case, self._pool_directory)
+            rate, page_bytes = our_bytes_per_s(self._shards, case, self._pool_directory)
+            self.page_bytes[case.name] = page_bytes
+            return rate
 
         def raw() -> float:
             return raw_bytes_per_s(self._shards, self._chunk_bytes, self.depth)
@@ -245,6 +251,7 @@ class Disk:
                     ratio_max=max(ratios),
                     rounds_count=len(ratios),
                     verdict=verdict(ratios, goal, busy=busy),
+                    page_bytes=self.page_bytes[case],
                 )
             )
         return found

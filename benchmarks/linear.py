@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.memory import CEILING_BYTES, CeilingSide, HugeMemory
 from benchmarks.random_weights import random_matrix
 from benchmarks.result import Row, write
-from benchmarks.rounds import CallSide, Plan, Side, foreground, pinned_caller, play
+from benchmarks.rounds import CallSide, Outcome, Plan, Side, foreground, pinned_caller, play
 from freetokend.ftw.formats import WeightFormat, matrix_bytes, parse_format
 from freetokend.ftw.matrix import dequantise
 from freetokend.ftw.packing import bf16_to_f32, f32_to_bf16
@@ -65,7 +65,7 @@ class Bench:
             outcome = play([side], ceiling, self.plan)
         goal = DECODE_GOAL.get(str(weight_format), 0.0)
         case = f"linear {outputs}x{inputs} {weight_format} 1 token"
-        self._add(outcome.row(case, OURS, ceiling.name, "GB/s", goal, scale=1e-9))
+        self._add(case, outcome, ceiling.name, "GB/s", goal)
 
     def prefill(self, weight_format: WeightFormat, tokens: int) -> None:
         """A prompt, against torch."""
@@ -79,9 +79,11 @@ class Bench:
         with foreground(self.first):
             outcome = play([ours, rival], ceiling, self.plan)
         case = f"linear {outputs}x{inputs} {weight_format} {tokens} tokens"
-        self._add(outcome.row(case, OURS, rival.name, "GFLOP/s", PREFILL_GOAL, scale=1e-9))
+        self._add(case, outcome, rival.name, "GFLOP/s", PREFILL_GOAL)
 
-    def _add(self, row: Row) -> None:
+    def _add(self, case: str, outcome: Outcome, rival: str, unit: str, goal: float) -> None:
+        pages = self.matrices.page_bytes
+        row = outcome.row(case, OURS, rival, unit, goal, scale=1e-9, page_bytes=pages)
         self.rows.append(row)
         print(f"  {row.text()}", flush=True)
 

@@ -58,12 +58,14 @@ class StoredWeights:
 class QuantizationConfig:
     """scheme, and the kinds of weights in it (several where modules differ).
 
-    zero_offset: what is to be added to a stored zero point (1 in the first GPTQ form).
+    zero_offset: what is to be added to a stored zero point (1 in the first GPTQ form);
+    reorders_columns: columns went to groups in an order that the files have to tell.
     """
 
     scheme: QuantScheme
     weights: tuple[StoredWeights, ...]
     zero_offset: int = 0
+    reorders_columns: bool = False
 
 
 def parse_quantization(values: Mapping[str, object], where: str) -> QuantizationConfig | None:
@@ -184,7 +186,10 @@ def _gptq(fields: ConfigFields) -> QuantizationConfig:
             )
     weights = _integers(fields, "GPTQ", zero_points=not fields.flag("sym", True))
     return QuantizationConfig(
-        scheme=QuantScheme.GPTQ, weights=(weights,), zero_offset=1 if form == "gptq" else 0
+        scheme=QuantScheme.GPTQ,
+        weights=(weights,),
+        zero_offset=1 if form == "gptq" else 0,
+        reorders_columns=fields.flag("desc_act", False),
     )
 
 

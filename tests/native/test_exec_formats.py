@@ -15,9 +15,11 @@ import pytest
 
 from freetokend.core.errors import InternalError
 from freetokend.ftw.formats import parse_format
+from freetokend.ftw.packing_record import ExpertMatrices
+from freetokend.ftw.quantise import quantise
 from freetokend.native import executor as native
 from freetokend.native.executor import Executor, Numerics
-from tests.native.exec_support import Bf16, Floats, Ints, from_bf16
+from tests.native.exec_support import Bf16, Floats, Ints, from_bf16, to_bf16
 from tests.native.format_support import (
     ALL_FORMATS,
     FORMATS,
@@ -264,6 +266,34 @@ def test_every_activation_of_a_real_size(
         x = activations(rng, 3, HIDDEN, spread)
         for executor in executors:
             check_experts(executor, bank, (x, ids, weights), [1], glu=glu)
+
+
+def passing(rng: np.random.Generator, size: int) -> FormatBank:
+    """An expert whose matrices pass everything on: x is gate and up, the product is the result."""
+    one = quantise(np.eye(size, dtype=np.float32), parse_format("bf16"))
+    return FormatBank.of("bf16", [ExpertMatrices(gate=one, up=one, down=one)])
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.5])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
+def test_activations_are_rounded_once(
+    activation: str, limit: float, rng: np.random.Generator, executors: list[Executor]
+) -> None:
+    """Nearly every product is float64's, rounded to bf16: a constant that is wrong in its third digit
+    would move a good part of them, where norms of rows would hide it."""
+    size = 256
+    glu = Glu(activation=activation, limit=limit)
+    bank = passing(rng, size)
+    # Left of that fp32 loses digits of 1 + erf(x): small numbers, which norms of rows do not see.
+    x = to_bf16(np.maximum(rng.normal(size=(64, size)) * 1.5, -1.5))
+    ids, weights = np.zeros((64, 1), np.int32), np.ones((64, 1), np.float32)
+    values = from_bf16(x)
+    expected = from_bf16(to_bf16(glu.of(values, values)))
+    for executor in executors:
+        found = bank.run(executor, x, ids, weights, glu)[:, 0]
+        moved = found != expected
+        assert moved.mean() < 2e-3, (executor.isa, float(moved.mean()))
+        assert np.allclose(found, expected, rtol=2**-7, atol=0), "by more than the last digit"
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -33,6 +33,7 @@ class GptqScheme(PlainScheme):
         self.consumed = self._parts.consumed
         (self._stored,) = config.weights
         self._zero_offset = config.zero_offset
+        self._reorders_columns = config.reorders_columns
         self._is_awq = config.scheme is QuantScheme.AWQ
 
     def has(self, name: str) -> bool:
@@ -60,6 +61,12 @@ class GptqScheme(PlainScheme):
         if self._parts.has(base + ".g_idx"):
             order = self._parts.need(base + ".g_idx", [(columns,)], _WORDS, of=name)
             check_group_order(self._parts, order, self._stored.group_columns)
+        elif self._reorders_columns:
+            raise ModelDataError(
+                f"tensor {base}.g_idx is missing: desc_act says that columns are in an order of "
+                f"their own, and nothing tells which. Convert a checkpoint that has it, or one "
+                f"quantised without desc_act."
+            )
         self._drop_empty_bias(base + ".bias")
         return TransposedSource(
             name=name,

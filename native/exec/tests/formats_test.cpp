@@ -281,25 +281,42 @@ double activated(const GluSpec& spec, double gate, double up) {
   return NAN;
 }
 
+// What `fast` makes of activations: 127 steps per 32 columns each way.
+void round_to_int8(std::vector<double>& values) {
+  for (std::size_t first = 0; first < values.size(); first += 32) {
+    const auto begin = values.begin() + static_cast<std::ptrdiff_t>(first);
+    const auto end =
+        begin + static_cast<std::ptrdiff_t>(std::min<std::size_t>(32, values.size() - first));
+    double largest = 0;
+    for (auto each = begin; each != end; ++each) largest = std::max(largest, std::abs(*each));
+    const double step = largest / 127;
+    for (auto each = begin; each != end && step > 0; ++each) {
+      *each = std::nearbyint(*each / step) * step;
+    }
+  }
+}
+
 // One expert record of random weights, globals and biases.
 struct RandomExpert {
-  static constexpr std::size_t kHidden = 256;
-  static constexpr std::size_t kInner = 256;
-
-  RandomExpert(const WeightFormat& weight_format, bool biased, Random& random)
+  RandomExpert(const WeightFormat& weight_format, std::size_t hidden_size, std::size_t inner_size,
+               bool biased, Random& random)
       : format(weight_format),
-        layout(expert_layout(weight_format, kHidden, kInner, biased)),
+        hidden(hidden_size),
+        inner(inner_size),
+        layout(expert_layout(weight_format, hidden, inner, biased)),
         bytes(round_up(layout.bytes, 4096)) {
     auto* data = reinterpret_cast<std::uint8_t*>(bytes.data());
-    RandomMatrix::fill(format, kHidden, 2 * kInner / 16, data, random);
-    RandomMatrix::fill(format, kInner, kHidden / 16, data + layout.down_offset, random);
+    RandomMatrix::fill(format, hidden, 2 * inner / 16, data, random);
+    RandomMatrix::fill(format, inner, hidden / 16, data + layout.down_offset, random);
     if (layout.globals_offset != 0) {
       const float globals[3] = {0.5F, 0.25F, 2.0F};
       std::memcpy(data + layout.globals_offset, globals, sizeof globals);
     }
-    for (const std::size_t offset :
-         {layout.gate_bias_offset, layout.up_bias_offset, layout.down_bias_offset}) {
-      for (std::size_t i = 0; offset != 0 && i < 256; ++i) {
+    const std::pair<std::size_t, std::size_t> biases[] = {{layout.gate_bias_offset, inner},
+                                                          {layout.up_bias_offset, inner},
+                                                          {layout.down_bias_offset, hidden}};
+    for (const auto& [offset, count] : biases) {
+      for (std::size_t i = 0; offset != 0 && i < count; ++i) {
         const float bias = 0.3F * random.next();
         std::memcpy(data + offset + i * sizeof bias, &bias, sizeof bias);
       }
@@ -313,28 +330,32 @@ struct RandomExpert {
     return value;
   }
 
-  std::vector<double> run(const GluSpec& spec, const Bf16* x) {
-    const auto gate_up = RandomMatrix::values_of(format, bytes.data(), 2 * kInner / 16, kHidden);
+  std::vector<double> run(const GluSpec& spec, const Bf16* words, bool fast) {
+    std::vector<double> x(hidden);
+    for (std::size_t c = 0; c < hidden; ++c) x[c] = bf16_to_float(words[c]);
+    if (fast) round_to_int8(x);
+    const auto gate_up = RandomMatrix::values_of(format, bytes.data(), 2 * inner / 16, hidden);
     const auto down =
-        RandomMatrix::values_of(format, bytes.data() + layout.down_offset, kHidden / 16, kInner);
-    std::vector<double> inner(kInner);
-    for (std::size_t i = 0; i < kInner; ++i) {
+        RandomMatrix::values_of(format, bytes.data() + layout.down_offset, hidden / 16, inner);
+    std::vector<double> middle(inner);
+    for (std::size_t i = 0; i < inner; ++i) {
       double sums[2] = {};
       for (std::size_t part = 0; part < 2; ++part) {
         const std::size_t row = (i / 16 * 2 + part) * 16 + i % 16;
-        for (std::size_t c = 0; c < kHidden; ++c) {
-          sums[part] += gate_up[row * kHidden + c] * bf16_to_float(x[c]);
+        for (std::size_t c = 0; c < hidden; ++c) {
+          sums[part] += gate_up[row * hidden + c] * x[c];
         }
       }
       const double gate =
           sums[0] * number(layout.globals_offset, 0, 1) + number(layout.gate_bias_offset, i, 0);
       const double up =
           sums[1] * number(layout.globals_offset, 1, 1) + number(layout.up_bias_offset, i, 0);
-      inner[i] = activated(spec, gate, up);
+      middle[i] = activated(spec, gate, up);
     }
-    std::vector<double> y(kHidden);
-    for (std::size_t row = 0; row < kHidden; ++row) {
-      for (std::size_t c = 0; c < kInner; ++c) y[row] += down[row * kInner + c] * inner[c];
+    if (fast) round_to_int8(middle);
+    std::vector<double> y(hidden);
+    for (std::size_t row = 0; row < hidden; ++row) {
+      for (std::size_t c = 0; c < inner; ++c) y[row] += down[row * inner + c] * middle[c];
       y[row] =
           y[row] * number(layout.globals_offset, 2, 1) + number(layout.down_bias_offset, row, 0);
     }
@@ -342,43 +363,66 @@ struct RandomExpert {
   }
 
   WeightFormat format;
+  std::size_t hidden, inner;
   ExpertLayout layout;
   Guarded<std::byte> bytes;
 };
 
+// One token through one expert, against double precision.
+void check_expert(Executor& executor, RandomExpert& expert, const GluSpec& spec, bool fast,
+                  Random& random) {
+  Guarded<Bf16> x(expert.hidden);
+  random.fill_bf16(x);
+  const std::int32_t id = 0;
+  const float weight = 0.75F;
+  Guarded<float> y(expert.hidden);
+  executor.experts({.x = x.data(),
+                    .expert_ids = &id,
+                    .weights = &weight,
+                    .y = y.data(),
+                    .tokens = 1,
+                    .top_k = 1,
+                    .hidden = expert.hidden,
+                    .intermediate = expert.inner,
+                    .bank = expert.bytes.data(),
+                    .record_bytes = expert.bytes.size(),
+                    .experts_count = 1,
+                    .format = expert.format,
+                    .has_bias = expert.layout.gate_bias_offset != 0,
+                    .glu = spec,
+                    .fast = fast});
+  const bool rounds = fast && executor.has_fast(expert.format);
+  std::vector<double> reference = expert.run(spec, x.data(), rounds);
+  for (double& value : reference) value *= weight;
+  // The rounding of what goes into the last matrix to bf16 (2^-9 each, random). Fast: and where
+  // that moves a number over the border between two steps, a step.
+  EXPECT_LE(relative_error(y.data(), reference), rounds ? 1.5e-2 : 3e-3)
+      << static_cast<int>(spec.activation) << " " << spec.limit << " " << fast;
+}
+
+constexpr Activation kActivations[] = {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh,
+                                       Activation::kSwigluOai};
+
 TEST_P(Formats, ExpertsWithBiasesAndEveryActivation) {
   Random random(9);
   Executor executor({0, 1}, 50us, kernels());
-  Guarded<Bf16> x(RandomExpert::kHidden);
-  random.fill_bf16(x);
-  for (const Activation activation :
-       {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kSwigluOai}) {
+  for (const Activation activation : kActivations) {
     for (const float limit : {0.0F, 0.4F}) {
-      RandomExpert expert(format(), activation == Activation::kSwigluOai, random);
+      RandomExpert expert(format(), 256, 256, activation == Activation::kSwigluOai, random);
       const GluSpec spec{.activation = activation, .limit = limit};
-      const std::int32_t id = 0;
-      const float weight = 0.75F;
-      Guarded<float> y(RandomExpert::kHidden);
-      executor.experts({.x = x.data(),
-                        .expert_ids = &id,
-                        .weights = &weight,
-                        .y = y.data(),
-                        .tokens = 1,
-                        .top_k = 1,
-                        .hidden = RandomExpert::kHidden,
-                        .intermediate = RandomExpert::kInner,
-                        .bank = expert.bytes.data(),
-                        .record_bytes = expert.bytes.size(),
-                        .experts_count = 1,
-                        .format = format(),
-                        .has_bias = expert.layout.gate_bias_offset != 0,
-                        .glu = spec});
-      std::vector<double> reference = expert.run(spec, x.data());
-      for (double& value : reference) value *= weight;
-      // The rounding of the activations to bf16 (2^-9 each, random) is all there is.
-      EXPECT_LE(relative_error(y.data(), reference), 3e-3);
+      for (const bool fast : {false, true}) check_expert(executor, expert, spec, fast, random);
     }
   }
+}
+
+// What machines without an instruction set have of it at the size of a real model.
+TEST_P(Formats, ExpertsOfARealSize) {
+  Random random(13);
+  Executor executor({0, 1}, 50us, kernels());
+  RandomExpert expert(format(), 2048, 768, true, random);
+  const std::size_t turn = std::hash<std::string>{}(std::get<1>(GetParam())) % 4;
+  const GluSpec spec{.activation = kActivations[turn], .limit = 7.0F};
+  for (const bool fast : {false, true}) check_expert(executor, expert, spec, fast, random);
 }
 
 }  // namespace

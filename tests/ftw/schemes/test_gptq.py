@@ -136,6 +136,19 @@ def test_columns_out_of_order_are_refused(source: Path) -> None:
     assert error.reason is Reason.MODEL_UNSUPPORTED
 
 
+def test_an_order_that_nothing_tells_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_quantised(
+        source,
+        transposed(4, 32, zero_offset=1, symmetric=True),
+        gptq_config(4, 32, desc_act=True),
+    )
+    with Checkpoint(source) as checkpoint:  # with the order it is taken: here columns are in line
+        assert open_scheme(checkpoint).matrix(Q + ".weight", 256, 256) is not None
+    change_tensors(source, lambda all: all.pop(Q + ".g_idx"))
+    refused(source, rf"{Q}\.g_idx is missing: desc_act says")
+
+
 def test_zero_points_that_contradict_the_config(source: Path) -> None:
     zeros = np.full((8, 32), 0x77777777, np.uint32)
     zeros[5, 1] = 0x77777767
