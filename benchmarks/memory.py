@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
@@ -19,6 +21,7 @@ CEILING_BYTES: Final = 1 << 30
 # One call of the ceiling; whole passes would take longer than a burst.
 PIECE_BYTES: Final = 128 << 20
 _IDENTITY: Final = "be" * 32
+_MAPPING: Final = re.compile(r"[0-9a-f]+-[0-9a-f]+ ")
 
 
 class HugeMemory:
@@ -36,6 +39,18 @@ class HugeMemory:
         self.array[:] = 1
         self.address = int(self.array.ctypes.data)
         self.length_bytes = size
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the pages that nearly all of it lies in."""
+        huge_bytes, inside = 0, False
+        for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+            if _MAPPING.match(line):
+                first, last = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
+                inside = first < self.address + self.length_bytes and self.address < last
+            elif inside and line.startswith("AnonHugePages:"):
+                huge_bytes += int(line.split()[1]) << 10
+        return HUGE_PAGE_BYTES if huge_bytes > 0.9 * self.length_bytes else mmap.PAGESIZE
 
 
 class PoolBank:

@@ -279,8 +279,8 @@ def passing(rng: np.random.Generator, size: int) -> FormatBank:
 def test_activations_are_rounded_once(
     activation: str, limit: float, rng: np.random.Generator, executors: list[Executor]
 ) -> None:
-    """Nearly every product is float64's, rounded to bf16: a constant that is wrong in its third digit
-    would move a good part of them, where norms of rows would hide it."""
+    """Nearly every product is float64's, rounded to bf16: a constant wrong in its third digit would
+    move a good part of them, where norms of rows would hide it."""
     size = 256
     glu = Glu(activation=activation, limit=limit)
     bank = passing(rng, size)
