@@ -21,7 +21,6 @@ from freetokend.enginehost.backend import BackendChoice
 from freetokend.enginehost.build_cache import layer_runs
 from freetokend.enginehost.cuda_platform import CudaPlatform, KvNeeds
 from freetokend.experts.bank import MappedBank
-from freetokend.experts.cache import SAMPLE_COUNT
 from freetokend.experts.cpu import bank_experts
 from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, StreamFork
 from freetokend.experts.gpu.device_cache import DeviceCache, NotingRunner
@@ -32,6 +31,7 @@ from freetokend.experts.gpu.dispatch import (
     padded_rows,
 )
 from freetokend.experts.host_rates import BURST_COUNT, measure_host_rates
+from freetokend.experts.slot_checks import SAMPLE_COUNT, spread
 from freetokend.experts.slot_pool import SlotPool
 from freetokend.ftw.index import FtwIndex
 from freetokend.kvcache.batch import KvStore
@@ -316,7 +316,7 @@ class _Parts:
         count = min(SAMPLE_COUNT, self._cache.slots_count, experts_count)
         if not count:
             return
-        chosen = [(experts_count - 1) * index // max(count - 1, 1) for index in range(count)]
+        chosen = spread(experts_count, count)
         self._fill_s([(expert, slot) for slot, expert in enumerate(chosen)], times=1)
         for slot, expert in enumerate(chosen):
             offset_bytes = self._platform.copier.first_difference(

@@ -19,7 +19,7 @@ from freetokend.experts.fill import FillLink
 from freetokend.experts.plan.contract import KernelOrder, order_ticks
 from freetokend.experts.plan.native import cache_arrays
 from freetokend.experts.residency import NOT_RESIDENT
-from freetokend.experts.slot_checks import VerifyReport
+from freetokend.experts.slot_checks import SAMPLE_COUNT, VerifyReport, spread
 from freetokend.experts.slot_pool import ResizeOutcome, ResizeResult, SlotPool
 from freetokend.native.cache_plan import CacheShape
 from freetokend.native.executor import Numerics
@@ -40,8 +40,6 @@ LAYERS_AHEAD_COUNT: Final = 1
 # the experts resident) to 1.2 points (60 %) more; a whole share at 11 % leaves a new stream worse
 # off than an empty cache would.
 KEPT_PER_RESIDENT: Final = 2.0
-# Records copied and compared before the first step.
-SAMPLE_COUNT: Final = 8
 
 _SPLIT_TABLE: Final = 0
 _FILL_TABLE: Final = 1
@@ -243,10 +241,11 @@ class ExpertCache:
         Copies can report success and move nothing: before anything is served this says so.
         """
         count = min(SAMPLE_COUNT, self.slots_count, self._layers_count)
-        for index in range(count):
+        layers, experts = spread(self._layers_count, count), spread(self._experts_count, count)
+        for layer, expert in zip(layers, experts, strict=True):
             wanted = torch.zeros(self._experts_count, dtype=torch.int32)
-            wanted[(self._experts_count - 1) * index // max(count - 1, 1)] = 1
-            self.prefetch((self._layers_count - 1) * index // max(count - 1, 1), wanted=wanted)
+            wanted[expert] = 1
+            self.prefetch(layer, wanted=wanted)
             self._dispatch.let_go()
         return self.verify()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ from freetokend.device.arena import Arena, rounded_up
 from freetokend.device.copier import SlotCopier
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.residency import EMPTY, HELD_FROM, NEVER_DEMANDED, NOT_RESIDENT
+
+# Records that are copied to a device and compared before anything is served.
+SAMPLE_COUNT: Final = 8
 
 Ints = npt.NDArray[np.integer]
 
@@ -118,6 +122,11 @@ def check_memory(arena: Arena, needed_bytes: int) -> None:
         raise InternalError(
             f"the arena has committed {wanted_bytes} bytes and the driver shows {claimed_bytes}"
         )
+
+
+def spread(total: int, count: int) -> list[int]:
+    """So many numbers from all over [0, total), the first and the last among them from two on."""
+    return [(total - 1) * index // max(count - 1, 1) for index in range(count)]
 
 
 def compare_slots(

@@ -15,7 +15,7 @@ table per bucket of tokens per expert.
 
 What is filled is there for later steps, which the two ends do not count. A step may therefore be up
 to 2 % slower than its best split if more is filled in it (`benchmarks.hybrid`: without that the
-table is up to 4.9 % slower than the best constant split of a recorded trace, with it 2.9 %).
+table is up to 4.7 % slower than the best constant split of a recorded trace, with it 2.9 %).
 
 Without fixed costs, and where the link takes B_P of the memory's B_H and leaves B_H - B_P to the
 CPU, both branches end together at q = m * B_P / B_H (`closed_form_fills`).
