@@ -1,4 +1,4 @@
-"""The service on a quantised demo model, from `ftw convert --quantize` to a chat answer."""
+"""The service on both demo models with experts in every weight format: a chat over HTTP."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from freetokend.demo.errors import DemoError
+from freetokend.ftw.formats import parse_format
 from tests.daemon.running import DEADLINE_S, Daemon, daemon
 from tests.support.demo_model import demo_ftw
 
@@ -26,12 +27,14 @@ REQUEST = {
 }
 
 
-@pytest.fixture(scope="module")
-def model_dir() -> Path:
+FORMATS = ("bf16", "fp8_block", "mxfp4", "nvfp4", "int4_g64_bf16_zp", "q4_0")
+
+
+def quantised(variant: str, name: str) -> Path:
     try:
-        return demo_ftw("demo", "nvfp4")
+        return demo_ftw(variant, name)
     except DemoError as error:
-        pytest.fail(f"the demo model is needed: {error}", pytrace=False)
+        pytest.fail(f"the {variant} model is needed: {error}", pytrace=False)
 
 
 async def status(running: Daemon) -> dict[str, Any]:
@@ -47,16 +50,23 @@ async def status(running: Daemon) -> dict[str, Any]:
     return found
 
 
-async def test_a_chat_is_answered(model_dir: Path) -> None:
-    async with daemon("--model", str(model_dir)) as running:
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("variant", ["demo", "stress"])
+async def test_chats_are_answered(variant: str, name: str) -> None:
+    async with daemon("--model", str(quantised(variant, name))) as running:
         base_url = await running.base_url()
         await running.engine_pid()
         async with httpx.AsyncClient(base_url=base_url, timeout=DEADLINE_S) as http:
-            response = await http.post("/v1/chat/completions", json=REQUEST)
-        assert response.status_code == 200, response.text
-        choice = response.json()["choices"][0]
-        assert "Paris" in choice["message"]["content"]
+            responses = await asyncio.gather(
+                *(http.post("/v1/chat/completions", json=REQUEST) for _ in range(2))
+            )
+        for response in responses:
+            assert response.status_code == 200, response.text
+        answers = {response.json()["choices"][0]["message"]["content"] for response in responses}
+        assert len(answers) == 1
+        assert "Paris" in answers.pop()
         model = (await status(running))["model"]
-        assert (model["expert_format"], model["dense_formats"]) == ("nvfp4", ["bf16"])
+        assert model["expert_format"] == str(parse_format(name))
+        assert model["dense_formats"] == ["bf16"]
         running.terminate()
         assert await running.wait_exit() == 0
