@@ -73,7 +73,7 @@ def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument(
         "--quantize-dense",
-        type=_dense_format,
+        type=_format,
         metavar="FORMAT",
         help=(
             "weight format of the other linear layers; router, norms and embedding stay as they "
@@ -127,13 +127,6 @@ def _format(text: str) -> WeightFormat:
         return parse_format(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _dense_format(text: str) -> WeightFormat:
-    found = _format(text)
-    if not found.is_dense:
-        raise argparse.ArgumentTypeError(f"only routed experts can be {text}")
-    return found
 
 
 def _guarded(work: Callable[[], int]) -> int:

@@ -75,11 +75,6 @@ class WeightFormat:
         """Whether a matrix has one fp32 factor over all."""
         return self.kind is Kind.NVFP4
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether a matrix outside the expert records may have this format."""
-        return not self.has_global
-
 
 _PLAIN: Final = {
     str(weight_format): weight_format
@@ -173,9 +168,16 @@ def block_bytes(weight_format: WeightFormat, columns: int) -> int:
 
 
 def matrix_bytes(weight_format: WeightFormat, rows: int, columns: int) -> int:
-    """Bytes of a matrix [rows, columns] in the rows16 layout. ValueError as `block_bytes`."""
+    """Bytes of the blocks of a matrix [rows, columns]. ValueError as `block_bytes`."""
     blocks = -(-rows // ROWS_PER_BLOCK)
     return blocks * block_bytes(weight_format, columns)
+
+
+def rows16_bytes(weight_format: WeightFormat, rows: int, columns: int) -> int:
+    """Bytes of a matrix [rows, columns] that stands alone: its blocks, and where the format has an
+    fp32 factor over all a line that begins with it. ValueError as `block_bytes`."""
+    factor_bytes = LINE_BYTES if weight_format.has_global else 0
+    return matrix_bytes(weight_format, rows, columns) + factor_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

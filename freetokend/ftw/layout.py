@@ -13,10 +13,10 @@ from typing import Final
 from freetokend.ftw.formats import (
     BF16,
     PAGE_BYTES,
-    matrix_bytes,
     parse_format,
     record_layout,
     round_up,
+    rows16_bytes,
 )
 
 BLOCK_BYTES: Final = 64 * 1024 * 1024
@@ -32,11 +32,6 @@ DTYPE_BYTES: Final = {"bf16": 2, "f32": 4, "i32": 4, "u8": 1}
 DEFAULT_ACTIVATION_ALPHA: Final = 1.702
 
 
-def rows16_bytes(rows: int, columns: int) -> int:
-    """Bytes of a bf16 matrix [rows, columns] in the rows16 layout."""
-    return matrix_bytes(BF16, rows, columns)
-
-
 def bf16_record_bytes(hidden_size: int, intermediate_size: int) -> int:
     """Bytes of one bf16 expert record without biases, padded to a page."""
     return record_layout(BF16, hidden_size, intermediate_size).record_bytes
@@ -49,7 +44,7 @@ def tensor_bytes(dtype: str, shape: Sequence[int], layout: str) -> int:
     """
     if layout == ROWS16:
         rows, columns = shape
-        return matrix_bytes(parse_format(dtype), rows, columns)
+        return rows16_bytes(parse_format(dtype), rows, columns)
     count = DTYPE_BYTES[dtype]
     for size in shape:
         count *= size

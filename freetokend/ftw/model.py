@@ -327,12 +327,6 @@ class ModelSource:
     def _linear(
         self, name: str, shape: tuple[int, ...], matrix: MatrixSource
     ) -> tuple[TensorSpec, MatrixSource]:
-        if not matrix.format.is_dense:
-            raise ModelDataError(
-                f"tensor {matrix.name} is {matrix.format}, which only routed experts can be. Give "
-                f"--quantize-dense with another format, or bf16, to convert it into.",
-                reason=Reason.MODEL_UNSUPPORTED,
-            )
         if isinstance(matrix, QuantisedMatrix):
             self.quantised_dense.add(name)
         return TensorSpec(name=name, dtype=str(matrix.format), shape=shape, layout=ROWS16), matrix

@@ -22,6 +22,7 @@ from freetokend.ftw.formats import (
     block_bytes,
     group_bytes,
     header_bytes,
+    matrix_bytes,
     round_up,
 )
 from freetokend.ftw.matrix import QuantMatrix
@@ -102,6 +103,25 @@ def unpack_blocks(
         dmin=parts.get("dmin"),
         global_scale=global_scale,
     )
+
+
+def pack_factor(global_scale: float) -> U8:
+    """The line behind the blocks of a matrix whose format has a factor over all, u8 [64]."""
+    line = np.zeros(LINE_BYTES, np.uint8)
+    line[:4] = np.array([global_scale], np.float32).view(np.uint8)
+    return line
+
+
+def unpack_matrix(packed: U8, weight_format: WeightFormat, rows: int, columns: int) -> QuantMatrix:
+    """A matrix that stands alone, with its factor where the format has one; u8 [bytes].
+
+    ValueError when the size is another.
+    """
+    if not weight_format.has_global:
+        return unpack_blocks(packed, weight_format, rows, columns)
+    split = matrix_bytes(weight_format, rows, columns)
+    (factor,) = packed[split : split + 4].copy().view(np.float32)
+    return unpack_blocks(packed[:split], weight_format, rows, columns, global_scale=float(factor))
 
 
 def groups_per_header(weight_format: WeightFormat) -> int:

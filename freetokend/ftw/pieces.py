@@ -21,6 +21,7 @@ from freetokend.ftw.formats import (
     RecordLayout,
     WeightFormat,
     block_bytes,
+    matrix_bytes,
     parse_format,
     record_layout,
     round_up,
@@ -28,7 +29,7 @@ from freetokend.ftw.formats import (
 from freetokend.ftw.layout import ROWS16, ExpertBank, RegionPlan, TensorEntry
 from freetokend.ftw.matrix import MatrixSource, QuantMatrix, problem_of
 from freetokend.ftw.model import ExpertSource, ModelSource
-from freetokend.ftw.packing_blocks import pack_blocks
+from freetokend.ftw.packing_blocks import pack_blocks, pack_factor
 from freetokend.ftw.packing_record import pack_down, pack_gate_up, pack_trailer
 from freetokend.ftw.sources import (
     IdTable,
@@ -54,6 +55,7 @@ class Form(Enum):
     GATE_UP = auto()
     DOWN = auto()
     TRAILER = auto()
+    FACTOR = auto()
     IDS = auto()
 
 
@@ -66,9 +68,9 @@ class Piece:
     """[offset, offset + length) of the region.
 
     From rows [first_row, first_row + rows_count) of each of `parts`: gate and up for GATE_UP, all
-    three matrices for TRAILER. moe_layer_index: whose expert it is a part of, None for none;
-    measured: the tensor that it is a part of, if what its quantisation costs is to be told; biases
-    and record: for TRAILER; ids: for IDS.
+    three matrices for TRAILER, the matrix for FACTOR (its fp32 factor over all). moe_layer_index:
+    whose expert it is a part of, None for none; measured: the tensor that it is a part of, if what
+    its quantisation costs is to be told; biases and record: for TRAILER; ids: for IDS.
     """
 
     offset_bytes: int
@@ -154,6 +156,8 @@ def make_piece(piece: Piece) -> MadePiece:
         if not isinstance(part, PlainMatrix):
             raise InternalError(f"tensor {part.name} is wanted in fp32 and is {part.format}")
         return MadePiece(data=_raw(part.read_values(piece.first_row, piece.rows_count)))
+    if piece.form is Form.FACTOR:
+        return MadePiece(data=pack_factor(_global_scale(piece.parts[0])))
     if piece.form is Form.TRAILER and piece.record is not None:
         factors = [_global_scale(part) for part in piece.parts]
         biases = [bias.read() for bias in piece.biases]
@@ -203,13 +207,28 @@ def _global_scale(source: MatrixSource) -> float:
     return source.read_rows(0, min(ROWS_PER_BLOCK, source.rows_count)).global_scale
 
 
+def _rows16_pieces(entry: TensorEntry, matrix: MatrixSource) -> Iterator[Piece]:
+    weight_format, columns = parse_format(entry.dtype), matrix.columns_count
+    length_bytes = block_bytes(weight_format, columns)
+    yield from _cut(entry.offset_bytes, Form.BLOCKS, (matrix,), length_bytes, None)
+    blocks_bytes = matrix_bytes(weight_format, matrix.rows_count, columns)
+    if entry.length_bytes > blocks_bytes:
+        yield Piece(
+            offset_bytes=entry.offset_bytes + blocks_bytes,
+            length_bytes=entry.length_bytes - blocks_bytes,
+            form=Form.FACTOR,
+            parts=(matrix,),
+            first_row=0,
+            rows_count=0,
+        )
+
+
 def _tensor_pieces(entry: TensorEntry, matrix: MatrixSource) -> Iterator[Piece]:
     columns = matrix.columns_count
     if entry.dtype == "f32":
         return _cut(entry.offset_bytes, Form.F32, (matrix,), columns * 4 * ROWS_PER_BLOCK, None)
     if entry.layout == ROWS16:
-        length_bytes = block_bytes(parse_format(entry.dtype), columns)
-        return _cut(entry.offset_bytes, Form.BLOCKS, (matrix,), length_bytes, None)
+        return _rows16_pieces(entry, matrix)
     return _cut(entry.offset_bytes, Form.BF16, (matrix,), columns * 2 * ROWS_PER_BLOCK, None)
 
 

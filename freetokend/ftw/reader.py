@@ -15,7 +15,7 @@ from freetokend.ftw.index import FtwIndex, read_index
 from freetokend.ftw.layout import EXPERT_RECORDS, ROWS16
 from freetokend.ftw.matrix import dequantise
 from freetokend.ftw.packing import bf16_to_f32
-from freetokend.ftw.packing_blocks import unpack_blocks
+from freetokend.ftw.packing_blocks import unpack_matrix
 from freetokend.ftw.packing_record import unpack_record
 from freetokend.ftw.strict_json import JsonObject, io_error, parse_json, read_file
 
@@ -74,7 +74,7 @@ class FtwDirectory:
             return raw.view(np.int32).reshape(entry.shape)
         if entry.layout == ROWS16:
             rows, columns = entry.shape
-            matrix = unpack_blocks(raw, parse_format(entry.dtype), rows, columns)
+            matrix = unpack_matrix(raw, parse_format(entry.dtype), rows, columns)
             return dequantise(matrix, np.float32)
         return bf16_to_f32(raw.view(np.uint16).reshape(entry.shape))
 

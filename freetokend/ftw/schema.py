@@ -169,7 +169,7 @@ def _tensors(root: JsonObject) -> dict[str, TensorEntry]:
         entry = JsonObject(value, f"{root.where}: tensor {name}")
         layout = entry.text("layout", re.compile("|".join(_LAYOUTS)))
         dtype = entry.text("dtype", _NAME)
-        known = _is_dense(dtype) if layout == ROWS16 else dtype in _LAYOUTS[layout]
+        known = _format(dtype) is not None if layout == ROWS16 else dtype in _LAYOUTS[layout]
         if not known:
             entry.fail("dtype", f"is {dtype}, which the layout {layout} does not have")
         shape = tuple(
@@ -198,12 +198,6 @@ def _tensors(root: JsonObject) -> dict[str, TensorEntry]:
             length_bytes=length_bytes,
         )
     return result
-
-
-def _is_dense(dtype: str) -> bool:
-    """Whether this is the canonical name of a format that a matrix outside the bank may have."""
-    found = _format(dtype)
-    return found is not None and found.is_dense
 
 
 def _format(name: str) -> WeightFormat | None:

@@ -14,7 +14,7 @@ from freetokend.ftw.formats import parse_format
 from freetokend.ftw.index import FtwIndex
 from freetokend.ftw.layout import EXPERT_RECORDS, ROW_MAJOR, ROWS16, TensorEntry
 from freetokend.ftw.matrix import dequantise
-from freetokend.ftw.packing_blocks import unpack_blocks
+from freetokend.ftw.packing_blocks import unpack_matrix
 from freetokend.tensor.memory import tensor_at
 from freetokend.tensor.program import Linear, StepProgram
 
@@ -62,7 +62,7 @@ def _tensor(name: str, address: int, entry: TensorEntry) -> torch.Tensor:
         return tensor_at(address, shape, _ROW_MAJOR_DTYPES[entry.dtype])
     try:
         weight_format = parse_format(entry.dtype)
-        known = entry.layout == ROWS16 and weight_format.is_dense
+        known = entry.layout == ROWS16
     except ValueError:
         known = False
     if not known:
@@ -72,5 +72,6 @@ def _tensor(name: str, address: int, entry: TensorEntry) -> torch.Tensor:
         )
     packed = tensor_at(address, (entry.length_bytes,), torch.uint8).numpy()
     rows, columns = shape
-    values = dequantise(unpack_blocks(packed, weight_format, rows, columns), np.float32)
+    matrix = unpack_matrix(packed, weight_format, rows, columns)
+    values = dequantise(matrix, np.float32)
     return torch.from_numpy(values).to(torch.bfloat16)

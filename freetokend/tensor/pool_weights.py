@@ -53,10 +53,11 @@ class PoolWeights:
     def matrix(self, matrix: Matrix) -> PackedMatrix:
         entry = self._take(matrix)
         try:
-            dense = parse_format(entry.dtype).is_dense and entry.layout == ROWS16
+            parse_format(entry.dtype)
+            known = entry.layout == ROWS16
         except ValueError:
-            dense = False
-        if not dense:
+            known = False
+        if not known:
             raise _unreadable(matrix.name, entry, "a weight format in rows16")
         return PackedMatrix(address=self._address(entry), weight_format=entry.dtype)
 

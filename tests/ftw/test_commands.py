@@ -78,7 +78,7 @@ def test_quantising_is_told_in_text_and_json(
     ("words", "message"),
     [
         (("--quantize", "fp5"), "no weight format is called 'fp5'; there are bf16, fp8_block"),
-        (("--quantize-dense", "nvfp4"), "only routed experts can be nvfp4"),
+        (("--quantize-dense", "int4"), "no weight format is called 'int4'; there are bf16"),
     ],
 )
 def test_formats_are_checked_by_the_parser(

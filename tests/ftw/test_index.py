@@ -100,7 +100,6 @@ CHANGES: dict[str, tuple[Callable[[Document], object], str]] = {
     "unknown dtype": (set_at("tensors", Q0, "dtype", "f64"), "f64, which the layout rows16 does"),
     "another format than the bytes": (set_at("tensors", Q0, "dtype", "fp8_block"), "takes"),
     "alias of a format": (set_at("tensors", Q0, "dtype", "q8_0"), "rows16 does not have"),
-    "format of experts only": (set_at("tensors", Q0, "dtype", "nvfp4"), "rows16 does not have"),
     "format of wider matrices": (set_at("tensors", Q0, "dtype", "q4_K"), "not a multiple of 256"),
     "plain fp8": (set_at("tensors", NORM, "dtype", "fp8_block"), "row_major does not have"),
     "unknown layout": (set_at("tensors", Q0, "layout", "tiles"), "does not match"),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetokend.ftw.layout import rows16_bytes
+from freetokend.ftw.formats import BF16, rows16_bytes
 from freetokend.ftw.packing import (
     as_bf16,
     as_f32,
@@ -97,7 +97,7 @@ def random_bits(seed: int, rows: int, columns: int) -> np.ndarray:
 def test_rows16_against_the_element_formula(seed: int, rows: int, columns: int) -> None:
     matrix = random_bits(seed, rows, columns)
     packed = pack_rows16(matrix)
-    assert packed.nbytes == rows16_bytes(rows, columns)
+    assert packed.nbytes == rows16_bytes(BF16, rows, columns)
     region = packed.tobytes()
     assert np.array_equal(naive.unpack_rows16(region, rows, columns), bf16_to_f32(matrix))
     assert np.count_nonzero(packed) == matrix.size, "padding must be zero"

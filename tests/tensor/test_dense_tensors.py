@@ -50,7 +50,7 @@ def test_what_was_brought_is_the_devices_own_and_fits_the_program() -> None:
 def test_a_form_that_is_not_known_is_refused_by_name() -> None:
     region = Region("bf16")
     entries = region.index.tensors
-    for changes in ({"dtype": "int3_g9"}, {"dtype": "nvfp4"}, {"layout": "columns"}):
+    for changes in ({"dtype": "int3_g9"}, {"layout": "columns"}):
         region.index.tensors = entries | {"up.weight": replace(entries["up.weight"], **changes)}
         with pytest.raises(ModelDataError, match=r"up\.weight"):
             dense_tensors(region.address, region.index, program(), CPU)

@@ -14,7 +14,7 @@ from freetokend.ftw.formats import parse_format
 from freetokend.ftw.layout import ROW_MAJOR, ROWS16, BankSpec, TensorSpec, plan_region
 from freetokend.ftw.matrix import dequantise
 from freetokend.ftw.packing import bf16_to_f32, f32_to_bf16
-from freetokend.ftw.packing_blocks import pack_blocks
+from freetokend.ftw.packing_blocks import pack_blocks, pack_factor
 from freetokend.ftw.quantise import quantise
 from freetokend.native.executor import Executor
 from freetokend.tensor.native_program import NativeProgram
@@ -35,9 +35,11 @@ from freetokend.tensor.protocols import StepInput
 from tests.tensor.region import IdleView
 
 ROWS, COLUMNS = 37, 256
+FACTOR = 0.0017  # over all of an nvfp4 matrix; no power of two
 FORMATS = (
     "fp8_block",
     "mxfp4",
+    "nvfp4",
     "int4_g32_f16",
     "int4_g128_bf16_zp",
     "int8_g64_bf16",
@@ -85,8 +87,12 @@ class Region:
             values = random.standard_normal(tensor.shape, dtype=np.float32)
             packed: np.ndarray[Any, Any] = values
             if tensor.layout == ROWS16:
-                matrix = quantise(values, parse_format(name))
+                weight_format = parse_format(name)
+                factor = FACTOR if weight_format.has_global else 1.0
+                matrix = quantise(values, weight_format, global_scale=factor)
                 packed, values = pack_blocks(matrix), dequantise(matrix)
+                if weight_format.has_global:
+                    packed = np.append(packed, pack_factor(factor))
             elif tensor.dtype == "bf16":
                 packed = f32_to_bf16(values)
                 values = bf16_to_f32(packed)

@@ -1,5 +1,6 @@
 // Linear layers and routed experts: products over tiles of row blocks and panels of tokens.
 #include <algorithm>
+#include <cstring>
 
 #include "exclusive.h"
 #include "executor.h"
@@ -50,8 +51,17 @@ void Executor::for_panels(const ProductTile& tile, int blocks, int worker, const
 
 namespace {
 
-void store_linear(const LinearOutput& output, const ProductTile& tile, const Panel& panel,
-                  const float* acc) {
+// The factor over all of a matrix that stands alone.
+float factor_of(const LinearOutput& output, std::size_t in_features) {
+  if (!output.format.has_global()) return 1.0F;
+  float factor;
+  std::memcpy(&factor, output.w + output.format.blocks_bytes(output.out_features, in_features),
+              sizeof factor);
+  return factor;
+}
+
+void store_linear(const LinearOutput& output, float factor, const ProductTile& tile,
+                  const Panel& panel, const float* acc) {
   for (std::size_t block = tile.first_unit; block < tile.first_unit + tile.units_count; ++block) {
     const std::size_t row = block * kRowsPerBlock;
     const std::size_t count = std::min(kRowsPerBlock, output.out_features - row);
@@ -60,7 +70,8 @@ void store_linear(const LinearOutput& output, const ProductTile& tile, const Pan
       const std::size_t token = panel.first_row + static_cast<std::size_t>(i);
       float* y = output.y + token * output.out_features + row;
       for (std::size_t lane = 0; lane < count; ++lane) {
-        y[lane] = output.bias != nullptr ? acc[lane] + output.bias[row + lane] : acc[lane];
+        const float product = acc[lane] * factor;
+        y[lane] = output.bias != nullptr ? product + output.bias[row + lane] : product;
       }
     }
   }
@@ -107,10 +118,11 @@ void Executor::linear_run(const LinearCall& call, std::span<const LinearOutput> 
     const LinearOutput& output = outputs[tile.matrix];
     const std::size_t offset = tile.first_unit * output.format.block_bytes(call.in_features);
     const auto blocks = static_cast<int>(tile.units_count);
+    const float factor = factor_of(output, call.in_features);
     dot_tile(kernels, output.format, tile, output.w + offset, blocks, call.in_features, panels_,
              worker);
     for_panels(tile, blocks, worker, [&](std::size_t, const Panel& panel, const float* acc) {
-      store_linear(output, tile, panel, acc);
+      store_linear(output, factor, tile, panel, acc);
     });
   });
 }

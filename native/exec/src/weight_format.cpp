@@ -122,8 +122,12 @@ std::size_t WeightFormat::block_bytes(std::size_t columns) const {
   }
 }
 
-std::size_t WeightFormat::matrix_bytes(std::size_t rows, std::size_t columns) const {
+std::size_t WeightFormat::blocks_bytes(std::size_t rows, std::size_t columns) const {
   return ceil_div(rows, kRowsPerBlock) * block_bytes(columns);
+}
+
+std::size_t WeightFormat::matrix_bytes(std::size_t rows, std::size_t columns) const {
+  return blocks_bytes(rows, columns) + (has_global() ? kLine : 0);
 }
 
 std::string WeightFormat::name() const {
@@ -159,7 +163,7 @@ ExpertLayout expert_layout(const WeightFormat& format, std::size_t hidden, std::
     end += round_up(length_bytes, kLine);
     return offset;
   };
-  if (format.kind == WeightKind::kNvfp4) layout.globals_offset = place(3 * sizeof(float));
+  if (format.has_global()) layout.globals_offset = place(3 * sizeof(float));
   if (has_bias) {
     layout.gate_bias_offset = place(inner * sizeof(float));
     layout.up_bias_offset = place(inner * sizeof(float));

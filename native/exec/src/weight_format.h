@@ -37,6 +37,12 @@ struct WeightFormat {
   std::size_t group_bytes() const;
   // Bytes of 16 rows; a multiple of 64.
   std::size_t block_bytes(std::size_t columns) const;
+  // Whether a matrix has one fp32 factor over all.
+  bool has_global() const { return kind == WeightKind::kNvfp4; }
+  // Bytes of the row blocks of a matrix.
+  std::size_t blocks_bytes(std::size_t rows, std::size_t columns) const;
+  // Bytes of a matrix that stands alone: its blocks, then a line that begins with its factor, if it
+  // has one.
   std::size_t matrix_bytes(std::size_t rows, std::size_t columns) const;
   std::string name() const;
 };

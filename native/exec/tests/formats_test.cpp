@@ -41,6 +41,9 @@ class RandomMatrix {
         blocks_(ceil_div(rows, kRowsPerBlock)),
         bytes_(format.matrix_bytes(rows, columns)) {
     fill(format, columns, blocks_, reinterpret_cast<std::uint8_t*>(bytes_.data()), random);
+    if (!format.has_global()) return;
+    factor_ = 0.5F + std::abs(random.next());
+    std::memcpy(bytes_.data() + format.blocks_bytes(rows, columns), &factor_, sizeof factor_);
   }
 
   static void fill(const WeightFormat& format, std::size_t columns, std::size_t blocks,
@@ -57,7 +60,11 @@ class RandomMatrix {
   const std::byte* data() { return bytes_.data(); }
 
   // [rows of all blocks][columns]
-  std::vector<double> values() { return values_of(format_, bytes_.data(), blocks_, columns_); }
+  std::vector<double> values() {
+    std::vector<double> values = values_of(format_, bytes_.data(), blocks_, columns_);
+    for (double& value : values) value *= factor_;
+    return values;
+  }
 
   static std::vector<double> values_of(const WeightFormat& format, const std::byte* bytes,
                                        std::size_t blocks, std::size_t columns) {
@@ -137,6 +144,7 @@ class RandomMatrix {
   std::size_t columns_;
   std::size_t blocks_;
   Guarded<std::byte> bytes_;
+  float factor_ = 1;
 };
 
 double relative_error(const float* ours, const std::vector<double>& reference) {

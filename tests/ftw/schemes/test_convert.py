@@ -32,18 +32,13 @@ EXPERT = "model.layers.0.mlp.experts.2.up_proj"
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def is_expert(name: str) -> bool:
-    return is_quantised(name) and ".experts." in name
-
-
 @dataclass(frozen=True)
 class Case:
-    """A scheme; dense: whether attention is quantised too."""
+    """A scheme: of the experts and of attention."""
 
     format: str
     quantise: Quantise
     config: dict[str, Any]
-    dense: bool = True
     mixtral: bool = False
 
 
@@ -66,11 +61,9 @@ CASES = {
         compressed.integers(8, 128, "F16", symmetric=False),
         compressed.config("pack-quantized", num_bits=8, group_size=128, symmetric=False),
     ),
-    "compressed nvfp4": Case(
-        "nvfp4", compressed.fp4(16), _fp4("nvfp4", 16, "tensor_group"), dense=False
-    ),
+    "compressed nvfp4": Case("nvfp4", compressed.fp4(16), _fp4("nvfp4", 16, "tensor_group")),
     "compressed mxfp4": Case("mxfp4", compressed.fp4(32), _fp4("mxfp4", 32, "group")),
-    "modelopt": Case("nvfp4", test_modelopt.nvfp4, test_modelopt.CONFIG, dense=False),
+    "modelopt": Case("nvfp4", test_modelopt.nvfp4, test_modelopt.CONFIG),
     "gptq": Case(
         "int4_g64_f16_zp",
         test_gptq.transposed(4, 64, zero_offset=1),
@@ -121,7 +114,7 @@ def test_safetensors(name: str, tmp_path: Path) -> None:
         case.quantise,
         case.config,
         mixtral=case.mixtral,
-        chosen=is_quantised if case.dense else is_expert,
+        chosen=is_quantised,
         hidden=256,
         inter=128,
         experts=2,
@@ -165,12 +158,6 @@ def test_experts_of_several_types_are_refused(tmp_path: Path) -> None:
     assert e.value.reason is Reason.MODEL_UNSUPPORTED
 
 
-def test_dense_nvfp4_needs_a_decision(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "source", test_modelopt.nvfp4, test_modelopt.CONFIG, experts=2)
-    with pytest.raises(ModelDataError, match=rf"{Q}\.weight is nvfp4, which only routed experts"):
-        convert(tmp_path / "source", tmp_path / "model")
-
-
 def poke(name: str, offset_bytes: int, data: bytes) -> Callable[[dict[str, Stored]], None]:
     """Other bytes in a tensor."""
 
@@ -205,8 +192,7 @@ def test_what_is_no_number_is_refused(name: str, tmp_path: Path) -> None:
     case_name, tensor, offset_bytes, data = BAD_NUMBERS[name]
     case = CASES[case_name]
     source = tmp_path / "source"
-    chosen = is_quantised if case.dense else is_expert
-    write_quantised(source, case.quantise, case.config, chosen=chosen, experts=3, inter=128)
+    write_quantised(source, case.quantise, case.config, chosen=is_quantised, experts=3, inter=128)
     change_tensors(source, poke(tensor, offset_bytes, data))
     matrix = tensor.rsplit(".", 1)[0] + r"\.weight"
     with pytest.raises(ModelDataError, match=matrix):
