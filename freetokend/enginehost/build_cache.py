@@ -111,8 +111,7 @@ def plan_host_device(
             raise
         # Nobody else has a part of it, so that trying again cannot help.
         raise ConfigError(
-            f"engine.device_bytes = {settings.device_bytes} is too little. {error.message} "
-            "Raise engine.device_bytes.",
+            f"engine.device_bytes = {settings.device_bytes} is too little. {error.message}",
             param="engine.device_bytes",
         ) from error
 
@@ -134,6 +133,7 @@ def _device_facts(inputs: CacheInputs, shape: KvShape, device_bytes: int) -> Vra
         kv_page_tokens=shape.page_tokens,
         model_context_tokens=facts.max_context_tokens,
         max_running_count=inputs.settings.max_running_count,
+        on_host=True,
         cushion_bytes=0,
     )
 

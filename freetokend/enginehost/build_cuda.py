@@ -31,6 +31,7 @@ from freetokend.experts.gpu.dispatch import (
     padded_rows,
 )
 from freetokend.experts.host_rates import BURST_COUNT, measure_host_rates
+from freetokend.experts.shrink_plan import LayerTerm
 from freetokend.experts.slot_checks import SAMPLE_COUNT, spread
 from freetokend.experts.slot_pool import SlotPool
 from freetokend.ftw.index import FtwIndex
@@ -39,6 +40,7 @@ from freetokend.link.messages import EngineSettings, LayerRun
 from freetokend.native.cpu_branch import CpuBranch
 from freetokend.native.executor import Executor
 from freetokend.policy.backend_choice import Backend, LayerBranch, resolve_layers
+from freetokend.policy.eviction import default_order
 from freetokend.policy.fill_table import fill_table
 from freetokend.policy.kv_sizing import KvShape, pages_for
 from freetokend.policy.layer_overrides import parse_layers
@@ -177,6 +179,10 @@ class _Parts:
             record_bytes=bank.record_bytes,
             experts_count=bank.experts_count,
             slots_capacity=bank.experts_count,
+            layer_term=LayerTerm(
+                experts_per_layer_count=bank.experts_per_layer_count,
+                ticks_per_layer=default_order(bank.moe_layers_count).ticks_per_layer,
+            ),
             device=platform.device,
         )
         self._registration = platform.new_registration(

@@ -19,6 +19,7 @@ from freetokend.experts.fill import FillLink
 from freetokend.experts.plan.contract import KernelOrder, order_ticks
 from freetokend.experts.plan.native import cache_arrays
 from freetokend.experts.residency import NOT_RESIDENT
+from freetokend.experts.shrink_plan import LayerTerm
 from freetokend.experts.slot_checks import SAMPLE_COUNT, VerifyReport, spread
 from freetokend.experts.slot_pool import ResizeOutcome, ResizeResult, SlotPool
 from freetokend.native.cache_plan import CacheShape
@@ -83,20 +84,23 @@ class ExpertCache:
         self._mapped = mapped
         self._layers_count = bank.moe_layers_count
         self._experts_count = bank.experts_per_layer_count
+        order = spec.order or default_order(self._layers_count)
+        half_life_ticks, ticks_per_layer = order_ticks(order)
         self._pool = SlotPool(
             arena,
             HostCopier(),
             record_bytes=bank.record_bytes,
             experts_count=bank.experts_count,
             slots_capacity=spec.slots_capacity,
+            layer_term=LayerTerm(
+                experts_per_layer_count=self._experts_count, ticks_per_layer=ticks_per_layer
+            ),
         )
         self._link = FillLink(mapped, self._pool, rate_bytes_per_s=spec.rate_bytes_per_s)
         self._fillable = torch.ones(self._layers_count, dtype=torch.int32)
         self._table_of_layer = torch.full((self._layers_count,), _SPLIT_TABLE, dtype=torch.int32)
         fill_all = torch.tensor(fill_all_table(self._experts_count)[0], dtype=torch.int32)
         self._fill_count = fill_all.repeat(_FILL_TABLE + 1, BUCKETS_COUNT, 1).contiguous()
-        order = spec.order or default_order(self._layers_count)
-        half_life_ticks, ticks_per_layer = order_ticks(order)
         self._dispatch = CacheDispatch(
             bank_experts(bank, mapped.region_address, numerics=spec.numerics),
             self._link.native,

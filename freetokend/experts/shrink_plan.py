@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,21 +33,42 @@ class ShrinkPlan:
     dropped_slots: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTerm:
+    """What the plan kernel's order takes off a key for each layer that is still to come."""
+
+    experts_per_layer_count: int
+    ticks_per_layer: int
+
+    def keys(self, expert_of_slot: Ints, slot_key: Ints) -> Ints:
+        """The order of eviction between two steps, when layer 0 is next and the last is the
+        farthest: int64 [slots], meaningless for empty ones."""
+        layers = expert_of_slot.astype(np.int64) // self.experts_per_layer_count
+        return slot_key - self.ticks_per_layer * layers
+
+
+PLAIN_KEYS: Final = LayerTerm(experts_per_layer_count=1, ticks_per_layer=0)
+
+
 def held_slots(expert_of_slot: Ints, slot_key: Ints) -> npt.NDArray[np.intp]:
     """Slots whose experts must not be evicted, ascending."""
     return np.flatnonzero((expert_of_slot != EMPTY) & (slot_key >= HELD_FROM))
 
 
-def plan_shrink(expert_of_slot: Ints, slot_key: Ints, slots_count: int) -> ShrinkPlan:
+def plan_shrink(
+    expert_of_slot: Ints, slot_key: Ints, slots_count: int, term: LayerTerm = PLAIN_KEYS
+) -> ShrinkPlan:
     """Keep the hottest experts in the first `slots_count` of the slots that exist now.
 
     expert_of_slot [slots now], slot_key [slots now]. What goes first is what the plan kernel would
-    evict first: the least key, ties by lower slot. With that the moves are the fewest possible:
+    evict first, asked between two steps: the least key less the layer's term, ties by lower slot.
+    With that the moves are the fewest possible:
     exactly the kept experts at or behind the new end, into empty slots first and then into those
     of the coldest experts that go. InternalError when more are held than slots remain.
     """
     occupied = np.flatnonzero(expert_of_slot != EMPTY)
-    coldest_first = occupied[np.argsort(slot_key[occupied], kind="stable")]
+    keys = term.keys(expert_of_slot, slot_key)
+    coldest_first = occupied[np.argsort(keys[occupied], kind="stable")]
     dropped_count = max(0, occupied.size - slots_count)
     dropped, kept = coldest_first[:dropped_count], coldest_first[dropped_count:]
     if dropped.size and slot_key[dropped[-1]] >= HELD_FROM:

@@ -16,7 +16,13 @@ from freetokend.device.arena import Arena
 from freetokend.device.copier import CopyRange, SlotCopier
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.residency import EMPTY, NOT_RESIDENT, ResidencyState
-from freetokend.experts.shrink_plan import ShrinkPlan, held_slots, plan_shrink
+from freetokend.experts.shrink_plan import (
+    PLAIN_KEYS,
+    LayerTerm,
+    ShrinkPlan,
+    held_slots,
+    plan_shrink,
+)
 from freetokend.experts.slot_checks import (
     Residency,
     VerifyReport,
@@ -71,9 +77,11 @@ class SlotPool:
         record_bytes: int,
         experts_count: int,
         slots_capacity: int,
+        layer_term: LayerTerm = PLAIN_KEYS,
         device: torch.device | str = "cpu",
     ) -> None:
-        """No slots yet. device: where the state lives, as torch calls it.
+        """No slots yet. layer_term: of the order by which experts are evicted, for a shrink to
+        follow; device: where the state lives, as torch calls it.
 
         InternalError when the arena's address space is too small for `slots_capacity` records.
         """
@@ -87,9 +95,11 @@ class SlotPool:
         self._arena = arena
         self._copier = copier
         self._record_bytes = record_bytes
+        self._layer_term = layer_term
         self._base_address = arena.base_address
         self._slots_count = 0
         self._prepared_count = 0
+        self._closed = False
         self._generation = 0
         self.state: Final = ResidencyState.empty(
             experts_count=experts_count, slots_capacity=slots_capacity, device=device
@@ -198,12 +208,15 @@ class SlotPool:
         )
 
     def close(self) -> None:
-        """Give the memory back; no address of it may be used any more."""
+        """Give the memory back; no address of it may be used any more, and no slot can be had."""
+        self._closed = True
         self._slots_count = 0
         self.state.slots_count.fill_(0)
         self._arena.close()
 
     def _check_count(self, slots_count: int) -> None:
+        if self._closed:
+            raise InternalError("the cache is closed and its addresses are gone")
         if not 0 <= slots_count <= self.slots_capacity:
             raise InvalidInputError(
                 f"the cache can have 0 to {self.slots_capacity} slots, not {slots_count}",
@@ -228,7 +241,10 @@ class SlotPool:
         if note:
             return self._result(ResizeOutcome.DEFERRED, note=note)
         plan = plan_shrink(
-            now.expert_of_slot[: self._slots_count], now.slot_key[: self._slots_count], slots_count
+            now.expert_of_slot[: self._slots_count],
+            now.slot_key[: self._slots_count],
+            slots_count,
+            self._layer_term,
         )
         # All copies come before the state says so: where one fails, the cache is what it was but
         # for targets, which hold experts that go or nothing. They are emptied first.

@@ -66,8 +66,9 @@ class VramFacts:
     """The card and the model. `free_bytes` None: the driver does not say.
 
     workspace_bytes: of the largest prefill chunk. experts_count: of all layers, 0 for a dense
-    model. max_running_count: sequences that run at once. Slots and KV pages each take a whole
-    number of granules.
+    model. max_running_count: sequences that run at once. on_host: ordinary memory stands for the
+    card's, as much as engine.device_bytes says. Slots and KV pages each take a whole number of
+    granules.
     """
 
     free_bytes: int | None
@@ -84,6 +85,7 @@ class VramFacts:
     kv_page_tokens: int
     model_context_tokens: int
     max_running_count: int
+    on_host: bool = False
     cushion_bytes: int = DEFAULT_CUSHION_BYTES
     granularity_bytes: int = DEFAULT_GRANULARITY_BYTES
 
@@ -384,7 +386,8 @@ def _does_not_fit(
         param = "engine.slots_count"
     elif wishes.kv_bytes is not None:
         param = "engine.kv_bytes"
-    what = f"{asked} cannot be met" if asked else "The model does not fit on this GPU"
+    place = "into the host device" if facts.on_host else "on this GPU"
+    what = f"{asked} cannot be met" if asked else f"The model does not fit {place}"
     return ResourceError(
         f"{what}: {_sum_text(facts, least)}, but there is {_total_text(facts)}, "
         f"{gib(short_bytes)} too little. {_advice(facts, wishes, least, room_bytes)}",
@@ -423,8 +426,10 @@ def _advice(facts: VramFacts, wishes: VramWishes, least: _Place, room_bytes: int
             advice.append(f"{fitting * facts.kv_page_bytes} bytes of KV would fit.")
     if wishes.preset is not Preset.AUTO:
         advice.append('The preset "auto" takes what there is.')
-    advice.append(
-        "Close other programs that use the GPU, lower engine.step_tokens, or set engine.backend "
-        'to "cpu".'
+    room = (
+        "Raise engine.device_bytes"
+        if facts.on_host
+        else "Close other programs that use the GPU, lower engine.step_tokens"
     )
+    advice.append(f'{room}, or set engine.backend to "cpu".')
     return " ".join(advice)

@@ -14,9 +14,11 @@ from freetokend.core.errors import InternalError, InvalidInputError, ResourceErr
 from freetokend.device.arena import ArenaError
 from freetokend.device.copier import CopyRange, HostCopier
 from freetokend.device.host_arena import HostArena
+from freetokend.experts.plan.oracle import OraclePlanner, OracleState
 from freetokend.experts.residency import HELD, ResidencyState
-from freetokend.experts.shrink_plan import plan_shrink
+from freetokend.experts.shrink_plan import LayerTerm, plan_shrink
 from freetokend.experts.slot_pool import ResizeOutcome, SlotPool
+from freetokend.policy.eviction import DecayedUse
 from tests.experts.slot_pool_contract import (
     CAPACITY,
     EXPERTS,
@@ -295,6 +297,52 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         )
     with pytest.raises(InternalError, match="int32"):
         ResidencyState.empty(experts_count=1 << 31, slots_capacity=2)
+
+
+def test_a_closed_pool_refuses_instead_of_using_memory_that_is_gone() -> None:
+    pool = SlotPool(
+        HostArena(64 * 4096), HostCopier(), record_bytes=4096, experts_count=64, slots_capacity=64
+    )
+    pool.resize(8)
+    pool.close()
+    for use in (pool.resize, pool.prepare_growth, pool.slot_address):
+        with pytest.raises(InternalError):
+            use(4)
+
+
+@pytest.mark.parametrize("ticks_per_layer", [0, 3, 700])
+def test_a_shrink_drops_what_the_plan_would_evict(ticks_per_layer: int) -> None:
+    """Between two steps, as the oracle chooses victims with its last layer just gone by."""
+    random = np.random.default_rng(ticks_per_layer)
+    layers_count, per_layer, slots_count, missed_count = 5, 16, 60, 13
+    experts_count = layers_count * per_layer
+    # The last layer's wanted ones are all missing, so that every slot may be a victim.
+    residents = random.permutation(experts_count - missed_count)[:slots_count]
+    state = OracleState.empty(experts_count=experts_count, slots_capacity=slots_count)
+    state.slots_count, state.clock = slots_count, 5000
+    for slot, expert in enumerate(residents.tolist()):
+        state.expert_of_slot[slot], state.slot_of_expert[expert] = expert, slot
+        state.slot_key[slot] = int(random.integers(0, 2000))
+    keys = np.array(state.slot_key)
+    oracle = OraclePlanner(
+        layers_count=layers_count,
+        experts_per_layer_count=per_layer,
+        cpu_kernel=True,
+        order=DecayedUse(half_life_ticks=30, ticks_per_layer=ticks_per_layer),
+        state=state,
+    )
+    wanted = range(per_layer - missed_count, per_layer)
+    result = oracle.plan(
+        layers_count - 1,
+        [list(wanted)],
+        valid_tokens=1,
+        fillable=True,
+        fill_count=[list(range(per_layer + 1))],
+    )
+    term = LayerTerm(experts_per_layer_count=per_layer, ticks_per_layer=ticks_per_layer)
+    plan = plan_shrink(residents, keys, slots_count - missed_count, term)
+    assert plan.dropped_slots == tuple(slot for _, slot in result.fills)
+    assert len(plan.dropped_slots) == missed_count
 
 
 def test_a_plan_of_many_slots_is_right_and_least() -> None:

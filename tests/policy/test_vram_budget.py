@@ -337,7 +337,17 @@ def test_nothing_fits() -> None:
     assert "there is 6.50 GiB (free 6.00 GiB + own 0.50 GiB), 0.62 GiB too little" in (
         caught.value.message
     )
+    assert "Close other programs that use the GPU" in caught.value.message
     assert 'set engine.backend to "cpu"' in caught.value.message
+
+
+def test_the_host_device_speaks_of_its_own_memory() -> None:
+    with pytest.raises(ResourceError) as caught:
+        plan_vram(replace(with_room(-GIB), on_host=True), AUTO)
+    message = caught.value.message
+    assert message.startswith("The model does not fit into the host device: ")
+    assert message.endswith('Raise engine.device_bytes, or set engine.backend to "cpu".')
+    assert "GPU" not in message
 
 
 @pytest.mark.parametrize("free_bytes", [None, (1 << 64) - 1, -1])
