@@ -110,7 +110,7 @@ def tapped_engine(directory: FtwDirectory) -> Iterator[tuple[Engine, RoutingTap]
             program = NativeProgram(build_program(config), weights, executor, tap)
             pages_count = len(CONVERSATIONS) * CONTEXT_TOKENS // PAGE_TOKENS
             arena = KvArena(_kv_shape(model_facts(config)), pages_count)
-            yield Engine(program, NativeKvStore(executor, arena), executor), tap
+            yield Engine(program, NativeKvStore(executor, arena)), tap
     finally:
         executor.close()
         os.close(pool.fd)

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from freetokend.engine.sampling import sample_sequences
+from freetokend.engine.sampling import outcomes, sampling_rows
 from freetokend.engine.work import SequenceWork, StepOutcome, StepWork
 from freetokend.kvcache.batch import KvStore, SequenceSpan, kv_batch
-from freetokend.native.executor import Executor
-from freetokend.tensor.protocols import KvView, StepInput, StepRunner
+from freetokend.tensor.protocols import KvView, StepInput, TokenRunner
+from freetokend.tensor.sampling import ChosenTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A step as the model takes it. sampled: the sequences whose logits `step` asks for."""
+    """A step as the model takes it. sampled: the sequences that `step` asks a token for."""
 
     step: StepInput
     kv: KvView
@@ -24,21 +24,17 @@ class Prepared:
 
 
 class Engine:
-    """StepEngine over a model and its KV memory. Holds no state of any sequence.
+    """StepEngine over a model and its KV memory. Holds no state of any sequence."""
 
-    `executor`'s threads choose the tokens.
-    """
-
-    def __init__(self, program: StepRunner, kv: KvStore, executor: Executor) -> None:
+    def __init__(self, program: TokenRunner, kv: KvStore) -> None:
         self._program = program
         self._kv = kv
-        self._executor = executor
 
     @torch.inference_mode()
     def run(self, work: StepWork) -> StepOutcome:
         """Compute and sample. A row that is not numbers is an error of its sequence only."""
         prepared = self.prepare(work)
-        return self.sample(prepared, self._program.forward(prepared.step, prepared.kv))
+        return self.outcome(prepared, self._program.choose(prepared.step, prepared.kv))
 
     def prepare(self, work: StepWork) -> Prepared:
         """Tensors of all sequences, one after another."""
@@ -55,23 +51,17 @@ class Engine:
             self._kv.page_tokens,
         )
         ends = np.cumsum([len(one.token_ids) for one in sequences])
-        sampled = [index for index, one in enumerate(sequences) if one.draw_index is not None]
+        ends_at = [index for index, one in enumerate(sequences) if one.draw_index is not None]
+        sampled = tuple(sequences[index] for index in ends_at)
         token_ids = np.concatenate([np.asarray(one.token_ids, dtype=np.int64) for one in sequences])
         step = StepInput(
             token_ids=torch.from_numpy(token_ids),
             positions=batch.positions.long(),
-            logits_index=torch.from_numpy(ends[sampled].astype(np.int64) - 1),
+            logits_index=torch.from_numpy(ends[ends_at].astype(np.int64) - 1),
+            sampling=sampling_rows(sampled),
         )
-        return Prepared(
-            step=step,
-            kv=self._kv.view(batch),
-            sampled=tuple(sequences[index] for index in sampled),
-        )
+        return Prepared(step=step, kv=self._kv.view(batch), sampled=sampled)
 
-    def sample(self, prepared: Prepared, logits: torch.Tensor) -> StepOutcome:
-        """logits: [sampled sequences, vocab] of the step."""
-        return StepOutcome(
-            outcomes=sample_sequences(
-                self._executor, logits.to(torch.float32).numpy(), prepared.sampled
-            )
-        )
+    def outcome(self, prepared: Prepared, chosen: ChosenTokens) -> StepOutcome:
+        """Of a step whose tokens are chosen."""
+        return StepOutcome(outcomes=outcomes(prepared.sampled, chosen, self._program.vocab_size))

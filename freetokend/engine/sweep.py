@@ -10,21 +10,21 @@ import torch
 from freetokend.engine.step import Engine, Prepared
 from freetokend.engine.work import StepOutcome, StepWork
 from freetokend.kvcache.batch import KvStore
-from freetokend.native.executor import Executor
 from freetokend.tensor.program import Experts, StepProgram
-from freetokend.tensor.protocols import KvView, StepInput, StepRunner
+from freetokend.tensor.protocols import KvView, StepInput, TokenRunner
+from freetokend.tensor.sampling import ChosenTokens
 
 
-class LayerRunner(StepRunner, Protocol):
-    """A StepRunner whose ops can be run a range at a time; buffers keep their contents between."""
+class LayerRunner(Protocol):
+    """A step program run a range of ops at a time; buffers keep their contents between."""
 
     @property
     def program(self) -> StepProgram: ...
 
     def execute(self, step: StepInput, kv: KvView, *, first: int = 0, last: int = -1) -> None: ...
 
-    def logits(self, step: StepInput) -> torch.Tensor:
-        """After the last op: fp32 [S', vocab], the caller's own."""
+    def chosen(self, step: StepInput) -> ChosenTokens:
+        """After the last op."""
         ...
 
 
@@ -54,15 +54,14 @@ class SweepingEngine(Engine):
 
     def __init__(
         self,
-        program: StepRunner,
+        program: TokenRunner,
         sweep_program: LayerRunner,
         kv: KvStore,
-        executor: Executor,
         stream: LayerStream,
         *,
         sweep_from_tokens: int,
     ) -> None:
-        super().__init__(program, kv, executor)
+        super().__init__(program, kv)
         self._sweep_program = sweep_program
         self._ends = layer_ends(sweep_program.program)
         self._stream = stream
@@ -108,7 +107,7 @@ class LayerSweep:
             self._first = last
             if self._ends:
                 return None
-            return self._engine.sample(self._prepared, self._program.logits(step))
+            return self._engine.outcome(self._prepared, self._program.chosen(step))
         except BaseException:
             self._stream.let_go()
             raise

@@ -166,7 +166,7 @@ class _Builder:
         )
         cache = made.cache
         built = self._built(
-            Engine(made.runner, made.kv, self._executor),
+            Engine(made.runner, made.kv),
             kv_plan_of(made.plan, self._kv_shape),
             executions=lambda: cache.executions_count,
             finished_ops=lambda: made.runner.finished_count,
@@ -201,7 +201,7 @@ class _Builder:
         program = self._program(tap)
         kv = self._kv(kv_plan)
         return self._built(
-            Engine(program, kv, self._executor),
+            Engine(program, kv),
             kv_plan,
             executions=lambda: experts.executions_count,
             finished_ops=lambda: program.finished_ops_count,
@@ -238,7 +238,6 @@ class _Builder:
             program,
             sweep_program,
             self._kv(kv_plan),
-            self._executor,
             cache,
             sweep_from_tokens=made.sweep_from_tokens,
         )

@@ -253,7 +253,7 @@ class _Parts:
             context_tokens=plan.servable_context_tokens,
         )
         attention = self._platform.new_kv(needs)
-        runner = NotingRunner(self._program(plan, attention.store), self._cache)
+        runner = NotingRunner(self._program(plan, attention.store), self._cache, inputs.executor)
         asked = inputs.settings.backend
         how = "it is asked for" if asked != "auto" else "a GPU is there"
         return CudaEngine(

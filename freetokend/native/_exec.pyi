@@ -86,16 +86,10 @@ class Executor:
         sequences_count: int,
         pages_count: int,
     ) -> None: ...
+    def sample(
+        self, logits: int, params: int, token_ids: int, peaks: int, *, rows: int, vocab_size: int
+    ) -> None: ...
     def stream_read(self, data: int, length_bytes: int) -> int: ...
-
-# rows: (temperature, top_k, top_p, min_p, seed, draw index); results: (token, numbers, peak)
-def sample_rows(
-    executor: Executor,
-    logits: int,
-    *,
-    vocab_size: int,
-    rows: Sequence[tuple[float, int, float, float, int, int]],
-) -> list[tuple[int, bool, float]]: ...
 
 class KvPages:
     def __init__(
@@ -145,6 +139,7 @@ class Step:
         tokens: int,
         outputs: int,
         outputs_count: int,
+        sampling: int,
         page_table: int,
         sequence_index: int,
         positions: int,
@@ -232,6 +227,7 @@ class Program:
     ) -> None: ...
     def add_glu(self, *, gate: int, up: int, size: int, out: int) -> None: ...
     def add_select_rows(self, *, x: int, size: int, out: int) -> None: ...
+    def add_sample(self, *, logits: int, vocab_size: int, ids: int, peaks: int) -> None: ...
 
 class CachePlanner:
     def __init__(

@@ -339,6 +339,19 @@ class Executor:
                 pages_count=pages_count,
             )
 
+    def sample(
+        self, logits: int, params: int, token_ids: int, peaks: int, *, rows: int, vocab_size: int
+    ) -> None:
+        """A token of each row of logits, spread over the threads.
+
+        logits: fp32 [rows, vocab_size]; params: [rows] of fp64 temperature, int64 top_k, fp64
+        top_p, fp64 min_p, uint64 seed, uint64 draw index; token_ids: int32 [rows]; peaks: fp32
+        [rows]. `freetokend.tensor.sampling` says what they mean. InternalError for parameters that
+        are negative or NaN.
+        """
+        with faults():
+            self.native.sample(logits, params, token_ids, peaks, rows=rows, vocab_size=vocab_size)
+
     def stream_read(self, data: int, length_bytes: int) -> int:
         """Reads memory once with all threads (64-byte aligned); returns a checksum.
 

@@ -108,9 +108,10 @@ class KvPages:
 class StepInputs:
     """Addresses of one step's inputs: T tokens, O outputs, S sequences.
 
-    token_ids: int64 [T]; outputs: int64 [O], which tokens want logits (O may be 0); page_table:
-    int32 [S, max_pages]; sequence_index, positions: int32 [T]; rotations: per rope table of the
-    program its address, fp32 [positions, 2, head size / 2] (cosines, sines), and its positions.
+    token_ids: int64 [T]; outputs: int64 [O], which tokens want logits (O may be 0); sampling:
+    [O] as `Executor.sample` has them, 0 where the op that reads them is not run; page_table: int32
+    [S, max_pages]; sequence_index, positions: int32 [T]; rotations: per rope table of the program
+    its address, fp32 [positions, 2, head size / 2] (cosines, sines), and its positions.
     """
 
     token_ids: int
@@ -123,6 +124,7 @@ class StepInputs:
     sequences_count: int
     max_pages: int
     rotations: tuple[tuple[int, int], ...]
+    sampling: int = 0
 
 
 class Program:
@@ -164,6 +166,7 @@ class Program:
                 tokens=inputs.tokens_count,
                 outputs=inputs.outputs,
                 outputs_count=inputs.outputs_count,
+                sampling=inputs.sampling,
                 page_table=inputs.page_table,
                 sequence_index=inputs.sequence_index,
                 positions=inputs.positions,

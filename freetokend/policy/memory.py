@@ -70,17 +70,15 @@ def step_workspace_bytes(shape: StepShape) -> int:
 
     Per token: the program's buffers, the activations arranged for a product (fp32 and their sums),
     and of each routed expert its inputs and inner activations in that arrangement and its fp32
-    result. Per sampled row: its buffers and a copy of its logits. Per thread: a weight and an index
-    of each token of the vocabulary, to sample from. Memory that grows takes a quarter more than
-    asked.
+    result. Per sampled row: its buffers. Per thread: a weight and an index of each token of the
+    vocabulary, to sample from. Memory that grows takes a quarter more than asked.
     """
     per_token = (
         shape.token_bytes
         + 5 * shape.widest_size
         + shape.experts_per_token_count * (9 * shape.hidden_size + 5 * shape.expert_size)
     )
-    per_row = shape.output_bytes + 4 * shape.vocab_size
-    grown_bytes = shape.step_tokens * per_token + shape.max_running_count * per_row
+    grown_bytes = shape.step_tokens * per_token + shape.max_running_count * shape.output_bytes
     return grown_bytes + -(-grown_bytes // 4) + shape.threads_count * 8 * shape.vocab_size
 
 

@@ -5,6 +5,10 @@ stream and all of the router. No op waits for the device, and every table is as 
 as it ever has to be. Row results may depend on the batch: the library that takes the products
 chooses its blocking by their shape. They agree with the CPU's within the rounding of bf16.
 
+The last op of a program, which chooses tokens, is not among them: logits are taken to the host and
+sampled there in a call of its own (`sampling.sample_logits`), so that all devices give the same
+tokens for the same logits.
+
 On the device "cpu" the same ops compute the same values, so that they can be compared.
 """
 
@@ -67,21 +71,21 @@ class CudaProgram:
     def forward(self, step: StepInput, kv: KvView) -> torch.Tensor:
         """Logits of the tokens in `step.logits_index`: fp32 [S', vocab], the caller's own."""
         rows: dict[int, torch.Tensor] = {}
-        self._run(OpState(step=step, kv=kv, rows=rows), range(len(self._program.ops)))
-        return rows[self._program.logits]
+        self._run(OpState(step=step, kv=kv, rows=rows), range(len(self._program.ops) - 1))
+        return rows[self._program.sample.logits]
 
     @torch.inference_mode()
     def execute(self, step: StepInput, kv: KvView, *, first: int = 0, last: int = -1) -> None:
-        """Ops [first, last) of the program (-1: to the end), over the rows of the last call."""
+        """Ops [first, last) of the program (-1: to the logits), over the rows of the last call."""
         if first == 0:
             self._rows = {}
-        end = len(self._program.ops) if last < 0 else last
+        end = len(self._program.ops) - 1 if last < 0 else last
         self._run(OpState(step=step, kv=kv, rows=self._rows), range(first, end))
 
     def logits(self, step: StepInput) -> torch.Tensor:
-        """After `execute` of the last op: fp32 [S', vocab], the caller's own."""
+        """After `execute` to the logits: fp32 [S', vocab], the caller's own."""
         rows, self._rows = self._rows, {}
-        logits = rows[self._program.logits]
+        logits = rows[self._program.sample.logits]
         if logits.shape[0] != step.logits_index.shape[0]:
             raise InternalError("logits were asked for of a step that was not executed.")
         return logits

@@ -33,12 +33,14 @@ from freetokend.tensor.program import (
     Route,
     RouterProduct,
     Rows,
+    Sample,
     SelectRows,
     StepProgram,
 )
 from freetokend.tensor.program_check import check_program
 from freetokend.tensor.protocols import KvView, Observer, StepInput
 from freetokend.tensor.rope import RopeTable
+from freetokend.tensor.sampling import ChosenTokens, sampling_address
 
 _DTYPES: Final = {
     Element.WIDE: torch.float32,
@@ -71,9 +73,9 @@ class PagedKvView(Protocol):
 
 
 class NativeProgram:
-    """A StepRunner over bf16 pages. Raises ModelDataError when the weights do not fit the program.
+    """A StepRunner and a TokenRunner over bf16 pages. With an `observer` the ops run one by one.
 
-    With an `observer` the ops run one by one.
+    Raises ModelDataError when the weights do not fit the program.
     """
 
     def __init__(
@@ -110,20 +112,23 @@ class NativeProgram:
         """Grows while a step is in progress; from any thread."""
         return self._native.finished_ops_count
 
-    @torch.inference_mode()
     def forward(self, step: StepInput, kv: KvView) -> torch.Tensor:
         """Logits of the tokens in `step.logits_index`: fp32 [S', vocab], the caller's own."""
-        if self._observer is None:
-            self.execute(step, kv)
-        else:
-            for index, op in enumerate(self._program.ops):
-                self.execute(step, kv, first=index, last=index + 1)
-                self._observer(op, lambda number: self.rows(number, step))
-        return self.logits(step)
+        self._run(step, kv, len(self._program.ops) - 1)
+        return self.rows(self._program.sample.logits, step).clone()
 
-    def logits(self, step: StepInput) -> torch.Tensor:
-        """After `execute` of the last op: fp32 [S', vocab], the caller's own."""
-        return self.rows(self._program.logits, step).clone()
+    def choose(self, step: StepInput, kv: KvView) -> ChosenTokens:
+        """As of `TokenRunner`."""
+        self._run(step, kv, len(self._program.ops))
+        return self.chosen(step)
+
+    def chosen(self, step: StepInput) -> ChosenTokens:
+        """After `execute` of the last op."""
+        ids, peaks = self._program.sample.ids, self._program.sample.peaks
+        return ChosenTokens(
+            token_ids=self.rows(ids, step).flatten().clone(),
+            peaks=self.rows(peaks, step).flatten().clone(),
+        )
 
     def execute(self, step: StepInput, kv: KvView, *, first: int = 0, last: int = -1) -> None:
         """Ops [first, last) of the program (-1: to the end)."""
@@ -144,6 +149,7 @@ class NativeProgram:
             sequences_count=sequences_count,
             max_pages=max_pages,
             rotations=tuple(table.rows(end) for table in self._ropes.values()),
+            sampling=sampling_address(step.sampling, step.logits_index.shape[0]),
         )
         self._native.run(self._executor, self._native.prepare(inputs, kv.pages), first, last)
 
@@ -155,6 +161,15 @@ class NativeProgram:
         if shape[0] == 0:
             return torch.empty(shape, dtype=_DTYPES[buffer.element])
         return tensor_at(self._native.buffer(number), shape, _DTYPES[buffer.element])
+
+    @torch.inference_mode()
+    def _run(self, step: StepInput, kv: KvView, last: int) -> None:
+        if self._observer is None:
+            self.execute(step, kv, last=last)
+            return
+        for index, op in enumerate(self._program.ops[:last]):
+            self.execute(step, kv, first=index, last=index + 1)
+            self._observer(op, lambda number: self.rows(number, step))
 
     def _add(self, op: Op, weights: PoolWeights) -> None:
         with self._native.adding() as native:
@@ -184,6 +199,13 @@ class NativeProgram:
                     native.add_glu(gate=op.gate, up=op.up, size=self._width(op.out), out=op.out)
                 case SelectRows():
                     native.add_select_rows(x=op.x, size=self._width(op.x), out=op.out)
+                case Sample():
+                    native.add_sample(
+                        logits=op.logits,
+                        vocab_size=self._width(op.logits),
+                        ids=op.ids,
+                        peaks=op.peaks,
+                    )
                 case Linear():
                     self._add_linear(op, weights)
                 case HeadNorm() | Rotate() | Attend():

@@ -1,8 +1,8 @@
 """The step program: a model as a flat list of operations over numbered row buffers.
 
 `models` builds a program once; a runner binds it to weights and executes it each step: op by op in
-torch (`torch_program`), or whole in one native call (`native_program`). A new model family adds
-ops, not runners' control flow.
+torch (`torch_program`), or whole, from token ids to token ids, in one native call
+(`native_program`). A new model family adds ops, not runners' control flow.
 
 A buffer holds one row per token of the step, or per token that wants logits, and is reused by
 every layer. Ops read and write whole buffers, in list order. Weights are named as in the
@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from freetokend.core.errors import InternalError
 from freetokend.core.model_config import RouterConfig
 from freetokend.core.rope_config import RopeConfig
 
@@ -187,6 +188,16 @@ class SelectRows:
     out: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A token of each row of logits, as the step's `sampling` asks (`tensor.sampling`): its id, -1
+    for a row that is not numbers, and the row's largest logit."""
+
+    logits: int
+    ids: int
+    peaks: int
+
+
 Op = (
     Embed
     | Add
@@ -200,20 +211,27 @@ Op = (
     | Experts
     | Glu
     | SelectRows
+    | Sample
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
-    """`logits` is the buffer that holds the result after the last op."""
+    """The last op is `sample`; whoever wants the logits runs the ones before it."""
 
     buffers: tuple[Buffer, ...]
     ops: tuple[Op, ...]
-    logits: int
+
+    @property
+    def sample(self) -> Sample:
+        """InternalError for a program that does not end with it."""
+        if not self.ops or not isinstance(self.ops[-1], Sample):
+            raise InternalError("the step program does not end with choosing tokens.")
+        return self.ops[-1]
 
     @property
     def vocab_size(self) -> int:
-        return self.buffers[self.logits].width
+        return self.buffers[self.sample.logits].width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,4 +268,7 @@ class ProgramBuilder:
         self._ops.extend(ops)
 
     def build(self, logits: int) -> StepProgram:
-        return StepProgram(buffers=tuple(self._buffers), ops=tuple(self._ops), logits=logits)
+        """The program, which ends with a token of each row of logits."""
+        ids = self.buffer(Element.INDEX, 1, Rows.OUTPUTS)
+        self.append(Sample(logits=logits, ids=ids, peaks=self.wide(1, Rows.OUTPUTS)))
+        return StepProgram(buffers=tuple(self._buffers), ops=tuple(self._ops))

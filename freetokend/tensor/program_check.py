@@ -22,6 +22,7 @@ from freetokend.tensor.program import (
     Route,
     RouterProduct,
     Rows,
+    Sample,
     SelectRows,
     StepProgram,
 )
@@ -61,6 +62,8 @@ def accesses(op: Op) -> Accesses:
             return Accesses(reads=(op.x, op.ids, op.weights), writes=(op.out,))
         case Glu():
             return Accesses(reads=(op.gate, op.up), writes=(op.out,))
+        case Sample():
+            return Accesses(reads=(op.logits,), writes=(op.ids, op.peaks))
 
 
 def check_program(program: StepProgram) -> None:
@@ -86,8 +89,8 @@ def check_program(program: StepProgram) -> None:
                     f"{use.width or 'any number of columns'} wide; it is {buffer.element} and "
                     f"{buffer.width} wide."
                 )
-    if program.logits not in written or program.buffers[program.logits].rows is not Rows.OUTPUTS:
-        raise InternalError("the step program does not write its logits, one row per output.")
+    if program.buffers[program.sample.logits].rows is not Rows.OUTPUTS:
+        raise InternalError("the step program chooses tokens by rows that are not its outputs.")
 
 
 def _check_rows(program: StepProgram, op: Op, where: str) -> None:
@@ -134,6 +137,25 @@ def _uses(program: StepProgram, op: Op) -> Iterator[_Use]:
             yield _Use(buffer=op.k, element=wide, width=kv_size)
             yield _Use(buffer=op.v, element=wide, width=kv_size)
             yield _Use(buffer=op.out, element=activation, width=q_size)
+        case RouterProduct() | Route() | Experts():
+            yield from _expert_uses(program, op)
+        case Glu():
+            size = program.buffers[op.out].width
+            yield _Use(buffer=op.gate, element=wide, width=size)
+            yield _Use(buffer=op.up, element=wide, width=size)
+            yield _Use(buffer=op.out, element=activation)
+        case SelectRows():
+            yield _Use(buffer=op.x, element=wide)
+            yield _Use(buffer=op.out, element=wide, width=program.buffers[op.x].width)
+        case Sample():
+            yield _Use(buffer=op.logits, element=wide)
+            yield _Use(buffer=op.ids, element=index, width=1)
+            yield _Use(buffer=op.peaks, element=wide, width=1)
+
+
+def _expert_uses(program: StepProgram, op: RouterProduct | Route | Experts) -> Iterator[_Use]:
+    wide, activation, index = Element.WIDE, Element.ACTIVATION, Element.INDEX
+    match op:
         case RouterProduct():
             yield _Use(buffer=op.x, element=activation, width=op.weight.in_features)
             yield _Use(buffer=op.out, element=wide, width=op.weight.out_features)
@@ -147,14 +169,6 @@ def _uses(program: StepProgram, op: Op) -> Iterator[_Use]:
             yield _Use(buffer=op.ids, element=index)
             yield _Use(buffer=op.weights, element=wide, width=program.buffers[op.ids].width)
             yield _Use(buffer=op.out, element=wide, width=size)
-        case Glu():
-            size = program.buffers[op.out].width
-            yield _Use(buffer=op.gate, element=wide, width=size)
-            yield _Use(buffer=op.up, element=wide, width=size)
-            yield _Use(buffer=op.out, element=activation)
-        case SelectRows():
-            yield _Use(buffer=op.x, element=wide)
-            yield _Use(buffer=op.out, element=wide, width=program.buffers[op.x].width)
 
 
 def _heads(program: StepProgram, buffer: int, unit: int) -> int:

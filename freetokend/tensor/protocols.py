@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from freetokend.tensor.program import Op
+from freetokend.tensor.sampling import ChosenTokens, SamplingRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +26,14 @@ class StepInput:
     """Tokens of one engine step, all sequences one after another.
 
     token_ids: int64 [T]; positions: int64 [T], position of each token in its own sequence;
-    logits_index: int64 [S'], which of the T tokens want logits.
+    logits_index: int64 [S'], which of the T tokens want logits; sampling: [S'], how to choose a
+    token from each row of them, None where nobody asks for tokens.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     logits_index: torch.Tensor
+    sampling: SamplingRows | None = None
 
 
 class ExpertDispatch(Protocol):
@@ -78,6 +81,17 @@ class StepRunner(Protocol):
 
     def forward(self, step: StepInput, kv: KvView) -> torch.Tensor:
         """One pass over the step's tokens; returns fp32 logits [S', vocab], the caller's own."""
+        ...
+
+
+class TokenRunner(Protocol):
+    """A step program bound to weights, run to its end: a token of each row of logits."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def choose(self, step: StepInput, kv: KvView) -> ChosenTokens:
+        """One pass over the step's tokens; S' tokens, as `step.sampling` asks."""
         ...
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from freetokend.core.errors import InternalError
 from freetokend.core.rope_config import RopeConfig
 from freetokend.tensor.program import (
     Add,
@@ -27,6 +28,7 @@ from freetokend.tensor.program import (
     Rotate,
     Route,
     RouterProduct,
+    Sample,
     SelectRows,
     StepProgram,
 )
@@ -34,6 +36,7 @@ from freetokend.tensor.program_check import check_program
 from freetokend.tensor.protocols import ExpertDispatch, KvView, StepInput
 from freetokend.tensor.rope import Rotations, rotate
 from freetokend.tensor.router import route
+from freetokend.tensor.sampling_reference import choose
 from freetokend.tensor.state_dict_weights import StateDictWeights
 
 
@@ -122,6 +125,8 @@ class TorchOps:
                 return lambda state: self._glu(op, state.rows)
             case SelectRows():
                 return lambda state: _select(op, state)
+            case Sample():
+                return lambda state: _sample(op, state)
 
     def _embed(self, op: Embed, weights: StateDictWeights) -> Run:
         table = weights.matrix(op.table)
@@ -223,3 +228,16 @@ def _route(op: Route, rows: dict[int, torch.Tensor]) -> None:
 
 def _select(op: SelectRows, state: OpState) -> None:
     state.rows[op.out] = state.rows[op.x].index_select(0, state.step.logits_index)
+
+
+def _sample(op: Sample, state: OpState) -> None:
+    logits = state.rows[op.logits]
+    if state.step.sampling is None:
+        raise InternalError("tokens are to be chosen, and the step does not say how.")
+    chosen = [
+        choose(row, params)
+        for row, params in zip(logits.float().numpy(), state.step.sampling, strict=True)
+    ]
+    ids = torch.tensor([one.token_id for one in chosen], dtype=torch.int32)
+    peaks = torch.tensor([one.peak for one in chosen], dtype=logits.dtype)
+    state.rows[op.ids], state.rows[op.peaks] = ids.unsqueeze(1), peaks.unsqueeze(1)

@@ -43,11 +43,11 @@ class TorchProgram:
     def forward(self, step: StepInput, kv: KvView) -> torch.Tensor:
         """Logits of the tokens in `step.logits_index`: accumulator dtype [S', vocab]."""
         state = OpState(step=step, kv=kv, rows={})
-        for index, op in enumerate(self._program.ops):
+        for index, op in enumerate(self._program.ops[:-1]):
             self._ops.run(index, state)
             if self._observer is not None:
                 self._observer(op, state.rows.__getitem__)
-        return state.rows[self._program.logits]
+        return state.rows[self._program.sample.logits]
 
     @torch.inference_mode()
     def execute(

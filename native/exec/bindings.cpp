@@ -13,7 +13,6 @@
 #include "bindings_cache.h"
 #include "bindings_expert_cache.h"
 #include "bindings_fill.h"
-#include "bindings_sampling.h"
 #include "src/executor.h"
 #include "src/isa.h"
 #include "src/layout.h"
@@ -140,6 +139,16 @@ void paged_attention(Executor& executor, Address q, Address k_pages, Address v_p
                             .scale = scale});
 }
 
+void sample(Executor& executor, Address logits, Address params, Address token_ids, Address peaks,
+            std::size_t rows, std::size_t vocab_size) {
+  executor.sample({.logits = at<const float>(logits),
+                   .params = at<const SamplingParams>(params),
+                   .token_ids = at<std::int32_t>(token_ids),
+                   .peaks = at<float>(peaks),
+                   .rows = rows,
+                   .vocab = vocab_size});
+}
+
 void bind_executor(py::module_& module) {
   py::class_<Executor>(module, "Executor")
       .def(py::init(&make_executor), "cpus"_a, py::kw_only(), "spin_s"_a, "isa"_a)
@@ -170,6 +179,8 @@ void bind_executor(py::module_& module) {
            "page_table"_a, "sequence_index"_a, "positions"_a, "out"_a, py::kw_only(), "tokens"_a,
            "q_heads"_a, "kv_heads"_a, "head_size"_a, "page_tokens"_a, "max_pages"_a, "scale"_a,
            "sequences_count"_a, "pages_count"_a)
+      .def("sample", &sample, Release(), "logits"_a, "params"_a, "token_ids"_a, "peaks"_a,
+           py::kw_only(), "rows"_a, "vocab_size"_a)
       .def(
           "stream_read",
           [](Executor& executor, Address data, std::size_t length_bytes) {
@@ -187,7 +198,6 @@ PYBIND11_MODULE(_exec, module) {
   bind_fill(module);
   bind_program(module);
   bind_expert_cache(module);
-  bind_sampling(module);
   module.def("available_isas", &available_isas);
   module.def(
       "rows16_bytes",

@@ -71,7 +71,7 @@ struct Step {
 };
 
 std::unique_ptr<Step> make_step(Address token_ids, std::size_t tokens, Address outputs,
-                                std::size_t outputs_count, Address page_table,
+                                std::size_t outputs_count, Address sampling, Address page_table,
                                 Address sequence_index, Address positions, std::size_t sequences,
                                 std::size_t max_pages, const KvPages& kv,
                                 const std::vector<std::pair<Address, std::size_t>>& rotations) {
@@ -80,6 +80,7 @@ std::unique_ptr<Step> make_step(Address token_ids, std::size_t tokens, Address o
                 .tokens = tokens,
                 .outputs = at<const std::int64_t>(outputs),
                 .outputs_count = outputs_count,
+                .sampling = at<const SamplingParams>(sampling),
                 .page_table = at<const std::int32_t>(page_table),
                 .sequence_index = at<const std::int32_t>(sequence_index),
                 .positions = at<const std::int32_t>(positions),
@@ -205,7 +206,14 @@ void add_row_ops(py::class_<Program>& program) {
           [](Program& self, BufferIndex x, std::size_t size, BufferIndex out) {
             self.add(SelectRowsOp{x, size, out});
           },
-          py::kw_only(), "x"_a, "size"_a, "out"_a);
+          py::kw_only(), "x"_a, "size"_a, "out"_a)
+      .def(
+          "add_sample",
+          [](Program& self, BufferIndex logits, std::size_t vocab_size, BufferIndex ids,
+             BufferIndex peaks) {
+            self.add(SampleOp{logits, vocab_size, ids, peaks});
+          },
+          py::kw_only(), "logits"_a, "vocab_size"_a, "ids"_a, "peaks"_a);
 }
 
 using TappedLayers = std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>;
@@ -243,8 +251,8 @@ void bind_program(py::module_& module) {
       .def("take", &take_tapped);
   py::class_<Step>(module, "Step")
       .def(py::init(&make_step), py::kw_only(), "token_ids"_a, "tokens"_a, "outputs"_a,
-           "outputs_count"_a, "page_table"_a, "sequence_index"_a, "positions"_a, "sequences"_a,
-           "max_pages"_a, "kv"_a, "rotations"_a, py::keep_alive<1, 11>());
+           "outputs_count"_a, "sampling"_a, "page_table"_a, "sequence_index"_a, "positions"_a,
+           "sequences"_a, "max_pages"_a, "kv"_a, "rotations"_a, py::keep_alive<1, 12>());
   py::class_<Program> program(module, "Program");
   program.def(py::init(&make_program), "buffers"_a, "experts"_a, py::keep_alive<1, 3>())
       .def_property_readonly("ops_count", &Program::ops_count)

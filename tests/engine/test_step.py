@@ -15,6 +15,7 @@ from freetokend.kvcache.torch_store import TorchKvStore
 from freetokend.native.executor import Executor
 from freetokend.policy.kv_sizing import KvShape
 from freetokend.tensor.protocols import KvView, StepInput
+from freetokend.tensor.sampling import ChosenTokens, sample_logits
 
 VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)
@@ -25,26 +26,26 @@ class FakeProgram:
 
     def __init__(self) -> None:
         self.steps: list[StepInput] = []
+        self._executor = Executor(sorted(os.sched_getaffinity(0))[:1])
 
     @property
     def vocab_size(self) -> int:
         return VOCAB
 
-    def forward(self, step: StepInput, kv: KvView) -> torch.Tensor:
+    def choose(self, step: StepInput, kv: KvView) -> ChosenTokens:
         self.steps.append(step)
         ids, positions = step.token_ids[step.logits_index], step.positions[step.logits_index]
         logits = torch.zeros(len(ids), VOCAB)
         logits[torch.arange(len(ids)), (ids + positions) % VOCAB] = 5.0
         logits[ids == 13] = float("nan")
-        return logits
+        return sample_logits(self._executor, logits, step.sampling)
 
 
 def engine() -> tuple[Engine, FakeProgram]:
     shape = KvShape(layers_count=1, kv_heads_count=1, head_size=2, element_bytes=4, page_tokens=4)
     store = TorchKvStore(shape, 8, kv_dtype=torch.float32, activation_dtype=torch.float32)
     program = FakeProgram()
-    executor = Executor(sorted(os.sched_getaffinity(0))[:1])
-    return Engine(program, store, executor), program
+    return Engine(program, store), program
 
 
 def sequence(key: int, tokens: list[int], first: int, draw: int | None) -> SequenceWork:

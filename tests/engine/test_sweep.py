@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from dataclasses import dataclass, field
 
@@ -12,10 +11,10 @@ import torch
 from freetokend.engine.sweep import SweepingEngine, layer_ends
 from freetokend.engine.work import SamplingParams, SequenceWork, StepWork, SweepEngine
 from freetokend.kvcache.torch_store import TorchKvStore
-from freetokend.native.executor import Executor
 from freetokend.policy.kv_sizing import KvShape
 from freetokend.tensor.program import Add, Experts, Op, StepProgram
 from freetokend.tensor.protocols import KvView, StepInput
+from freetokend.tensor.sampling import ChosenTokens
 
 VOCAB = 50
 
@@ -26,7 +25,7 @@ def program(kinds: str) -> StepProgram:
     for at, kind in enumerate(kinds):
         experts = Experts(moe_layer_index=kinds[:at].count("e"), x=0, ids=1, weights=2, out=3)
         ops.append(experts if kind == "e" else Add(residual=0, delta=1))
-    return StepProgram(buffers=(), ops=tuple(ops), logits=0)
+    return StepProgram(buffers=(), ops=tuple(ops))
 
 
 @dataclass
@@ -41,20 +40,18 @@ class FakeRunner:
     def vocab_size(self) -> int:
         return VOCAB
 
-    def forward(self, step: StepInput, kv: KvView) -> torch.Tensor:
-        self.log.append("forward")
-        return self.logits(step)
+    def choose(self, step: StepInput, kv: KvView) -> ChosenTokens:
+        self.log.append("choose")
+        return self.chosen(step)
 
     def execute(self, step: StepInput, kv: KvView, *, first: int = 0, last: int = -1) -> None:
         if self.broken is not None and first <= self.broken < last:
             raise MemoryError
         self.log.append((first, last))
 
-    def logits(self, step: StepInput) -> torch.Tensor:
-        ids = step.token_ids[step.logits_index]
-        logits = torch.zeros(len(ids), VOCAB)
-        logits[torch.arange(len(ids)), ids + 1] = 5.0
-        return logits
+    def chosen(self, step: StepInput) -> ChosenTokens:
+        ids = step.token_ids[step.logits_index].int()
+        return ChosenTokens(token_ids=ids + 1, peaks=torch.full(ids.shape, 5.0))
 
 
 @dataclass
@@ -86,7 +83,6 @@ def rig(kinds: str = "..e..e..e.") -> Rig:
         FakeRunner(program("."), log),
         runner,
         store,
-        Executor(sorted(os.sched_getaffinity(0))[:1]),
         stream,
         sweep_from_tokens=7,
     )
@@ -127,7 +123,7 @@ def test_every_op_is_run_once_and_the_ends_of_prompts_are_sampled() -> None:
     outcome = sweep.advance()
     assert outcome is not None
     assert [(one.key, one.token_id) for one in outcome.outcomes] == [(0, 11), (2, 13)]
-    assert made.log == ["prefetch 0", (0, 3), "forward", (3, 6), (6, 10)]
+    assert made.log == ["prefetch 0", (0, 3), "choose", (3, 6), (6, 10)]
 
 
 def test_no_room_for_two_layers_no_sweep() -> None:

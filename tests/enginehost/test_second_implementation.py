@@ -62,7 +62,7 @@ class Model:
             element_bytes=KV_ELEMENT_BYTES,
             page_tokens=PAGE_TOKENS,
         )
-        engine = Engine(program, NativeKvStore(self.executor, KvArena(shape, PAGES)), self.executor)
+        engine = Engine(program, NativeKvStore(self.executor, KvArena(shape, PAGES)))
         tokens = [(7 * index + 3) % facts.vocab_size for index in range(PROMPT + STEPS)]
         rows = []
         for first, end in ((0, PROMPT), *((at, at + 1) for at in range(PROMPT, PROMPT + STEPS))):

@@ -112,7 +112,7 @@ def engines(
                 observer=observer,
             )
             arena = KvArena(shape, built.kv_plan.pages_count)
-            yield built, Engine(program, NativeKvStore(executor, arena), executor)
+            yield built, Engine(program, NativeKvStore(executor, arena))
         finally:
             executor.close()
             if built.cache is not None:

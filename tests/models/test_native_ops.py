@@ -6,13 +6,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from freetokend.tensor.native_program import NativeProgram
-from freetokend.tensor.program import Element, Op, Route
+from freetokend.tensor.program import Element, Op, Route, Sample
 from freetokend.tensor.program_check import accesses
 from freetokend.tensor.protocols import KvView, StepInput
+from freetokend.tensor.sampling import SAMPLING_ROW
 from freetokend.tensor.torch_program import TorchProgram
 from tests.models.checkpoints import SHAPES, Shape, make_checkpoint, prompt
 from tests.models.comparison import reference_runner, relative_errors
@@ -67,6 +69,10 @@ def _inputs(step: tuple[tuple[int, int], ...], done: list[int], vocab_size: int)
         token_ids=torch.cat(ids),
         positions=torch.cat(positions),
         logits_index=torch.tensor(ends).cumsum(0) - 1,
+        sampling=np.array(
+            [(sequence / 2, 40, 0.9, 0.01, sequence, done[sequence]) for sequence, _ in step],
+            SAMPLING_ROW,
+        ),
     )
 
 
@@ -97,7 +103,7 @@ def _compare(
         element = native.program.buffers[number].element
         assert rows.shape == expected[number].shape
         if element is Element.INDEX:
-            assert isinstance(op, Route)
+            assert isinstance(op, Route | Sample)
             assert torch.equal(rows, expected[number])
             continue
         limit = _EXPERTS_LIMIT if type(op).__name__ == "Experts" else _LIMITS[element]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from freetokend.core.errors import InternalError, ModelDataError
 from freetokend.native.executor import Executor
@@ -27,6 +31,7 @@ from freetokend.tensor.program import (
     Vector,
 )
 from freetokend.tensor.protocols import Observer, StepInput
+from freetokend.tensor.sampling import SAMPLING_ROW, SamplingRows, sample_logits
 from tests.tensor.region import IdleView, Region
 
 _IDS = torch.tensor([20, 0, 7, 7])
@@ -90,8 +95,17 @@ def _native(region: Region, executor: Executor, observer: Observer | None = None
     return NativeProgram(_program(), region.weights(), executor, None, observer=observer)
 
 
-def _step(ids: torch.Tensor = _IDS, outputs: torch.Tensor = _OUTPUTS) -> StepInput:
-    return StepInput(token_ids=ids, positions=torch.arange(len(ids)), logits_index=outputs)
+def _step(
+    ids: torch.Tensor = _IDS,
+    outputs: torch.Tensor = _OUTPUTS,
+    sampling: SamplingRows | None = None,
+) -> StepInput:
+    return StepInput(
+        token_ids=ids,
+        positions=torch.arange(len(ids)),
+        logits_index=outputs,
+        sampling=sampling,
+    )
 
 
 def _close(found: torch.Tensor, exact: torch.Tensor, limit: float = 1e-6) -> bool:
@@ -183,7 +197,6 @@ def test_the_weights_must_be_those_of_the_program(region: Region, executor: Exec
     short = StepProgram(
         buffers=program.buffers,
         ops=tuple(op for op in program.ops if not isinstance(op, RouterProduct)),
-        logits=program.logits,
     )
     with pytest.raises(ModelDataError, match=r"does not use: gate\.weight"):
         NativeProgram(short, region.weights(), executor, None)
@@ -208,7 +221,9 @@ def test_an_observer_sees_every_op_and_may_change_its_result(
             buffer(op.out).zero_()
 
     native = _native(region, executor, observer)
-    assert not native.forward(_step(), IdleView(tokens_count=4)).any()
+    chosen = native.choose(_step(sampling=_sampling([(0, 0, 1, 0)] * 2)), IdleView(tokens_count=4))
+    assert chosen.token_ids.tolist() == [0, 0]
+    assert chosen.peaks.tolist() == [0.0, 0.0]
     assert seen == [type(op) for op in native.program.ops]
 
 
@@ -216,4 +231,77 @@ def test_finished_ops_are_counted(region: Region, executor: Executor) -> None:
     native = _native(region, executor)
     before = native.finished_ops_count
     native.forward(_step(), IdleView(tokens_count=4))
-    assert native.finished_ops_count - before == len(native.program.ops)
+    assert native.finished_ops_count - before == len(native.program.ops) - 1
+
+
+def _sampling(rows: Sequence[tuple[float, int, float, float]]) -> SamplingRows:
+    """Of temperature, top_k, top_p and min_p; each row with a draw of its own."""
+    return np.array(
+        [(*row, 3 * number, 2**63 + number) for number, row in enumerate(rows)], SAMPLING_ROW
+    )
+
+
+_WAYS = st.tuples(
+    st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    st.integers(0, 25),
+    st.sampled_from([0.0, 0.4, 0.95, 1.0]),
+    st.sampled_from([0.0, 0.01, 0.5]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 20), min_size=1, max_size=12),
+    ways=st.lists(_WAYS, max_size=12),
+    threads_count=st.integers(1, 2),
+)
+def test_the_tokens_are_those_of_the_sampler_alone(
+    ids: list[int], ways: list[tuple[float, int, float, float]], threads_count: int
+) -> None:
+    region, outputs = Region(), torch.arange(len(ids)).flip(0)[: len(ways)]
+    step = _step(torch.tensor(ids), outputs, _sampling(ways[: len(ids)]))
+    with Executor([0] * threads_count) as executor:
+        native, view = _native(region, executor), IdleView(tokens_count=len(ids))
+        alone = sample_logits(executor, native.forward(step, view), step.sampling)
+        chosen = native.choose(step, view)
+    assert torch.equal(chosen.token_ids, alone.token_ids)
+    assert torch.equal(chosen.peaks, alone.peaks)
+    assert chosen.token_ids.shape == outputs.shape
+
+
+def test_tokens_are_the_callers_own(region: Region, executor: Executor) -> None:
+    native, step = _native(region, executor), _step(sampling=_sampling([(0, 0, 1, 0)] * 2))
+    chosen = native.choose(step, IdleView(tokens_count=4))
+    token_ids, peaks = chosen.token_ids.clone(), chosen.peaks.clone()
+    native.choose(replace(step, token_ids=_IDS.flip(0)), IdleView(tokens_count=4))
+    assert torch.equal(chosen.token_ids, token_ids)
+    assert torch.equal(chosen.peaks, peaks)
+
+
+def test_a_row_that_is_not_numbers_is_told_apart(region: Region, executor: Executor) -> None:
+    def observer(op: Op, buffer: Callable[[int], torch.Tensor]) -> None:
+        if isinstance(op, SelectRows):
+            buffer(op.out)[0] = torch.nan
+
+    native = _native(region, executor, observer)
+    step = _step(sampling=_sampling([(1, 0, 1, 0)] * 2))
+    chosen = native.choose(step, IdleView(tokens_count=4))
+    assert (chosen.token_ids < 0).tolist() == [True, False]
+    assert chosen.peaks.isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "complaint"),
+    [
+        (None, "sample: null address"),
+        (_sampling([(1, 0, 1, 0)]), "2 rows are to be sampled"),
+        (_sampling([(1, 0, 1, 0), (-1, 0, 1, 0)]), "sample: temperature"),
+        (_sampling([(1, 0, float("nan"), 0)] * 2), "sample: temperature, top_p"),
+    ],
+)
+def test_tokens_that_nobody_can_choose_are_refused(
+    region: Region, executor: Executor, sampling: SamplingRows | None, complaint: str
+) -> None:
+    native = _native(region, executor)
+    with pytest.raises(InternalError, match=complaint):
+        native.choose(_step(sampling=sampling), IdleView(tokens_count=4))

@@ -18,6 +18,7 @@ from freetokend.tensor.program import (
     Product,
     ProgramBuilder,
     Rows,
+    Sample,
     SelectRows,
     StepProgram,
     Vector,
@@ -53,6 +54,15 @@ def _with_op(index: int, **changes: object) -> StepProgram:
     return replace(program, ops=tuple(ops))
 
 
+def _of_tokens() -> StepProgram:
+    """Embed, and a token for each token."""
+    program = _program()
+    ids, peaks = (len(program.buffers) - 2, len(program.buffers) - 1)
+    buffers = tuple(replace(buffer, rows=Rows.TOKENS) for buffer in program.buffers)
+    sample = Sample(logits=0, ids=ids, peaks=peaks)
+    return StepProgram(buffers=buffers, ops=(program.ops[0], sample))
+
+
 def test_a_program_that_fits_is_accepted() -> None:
     program = _program()
     check_program(program)
@@ -69,8 +79,11 @@ def test_a_program_that_fits_is_accepted() -> None:
         (lambda: _with_op(2, out=1), r"op 2 .* to be activation .* it is wide"),
         (lambda: _with_op(2, residual=0), "mixes rows of tokens and rows of outputs"),
         (lambda: _with_op(0, out=3), r"mixes rows"),
-        (lambda: replace(_program(), logits=0), "does not write its logits"),
-        (lambda: replace(_program(), ops=_program().ops[:3]), "does not write its logits"),
+        (lambda: _with_op(4, logits=0), r"op 4 \(Sample\).* mixes rows"),
+        (lambda: _with_op(4, ids=3), r"op 4 .* buffer 3 to be index and 1 wide"),
+        (_of_tokens, "by rows that are not its outputs"),
+        (lambda: replace(_program(), ops=_program().ops[:4]), "does not end with choosing tokens"),
+        (lambda: replace(_program(), ops=()), "does not end with choosing tokens"),
     ],
 )
 def test_a_program_that_no_runner_could_execute_is_refused(

@@ -16,8 +16,10 @@ from freetokend.experts.plan.contract import Stat
 from freetokend.experts.residency import NOT_RESIDENT
 from freetokend.experts.slot_checks import VerifyReport
 from freetokend.experts.slot_pool import ResizeResult, SlotPool
+from freetokend.native.executor import Executor
 from freetokend.policy.backend_choice import LayerBranch
 from freetokend.tensor.protocols import KvView, StepInput, StepRunner
+from freetokend.tensor.sampling import ChosenTokens, sample_logits
 
 
 class Registration(Protocol):
@@ -182,11 +184,13 @@ class DeviceCache:
 
 
 class NotingRunner:
-    """A StepRunner whose logits are on the host, after the cache has noted the step."""
+    """A TokenRunner over logits of a device: `executor` chooses, after the cache has noted the
+    step."""
 
-    def __init__(self, program: StepRunner, cache: DeviceCache) -> None:
+    def __init__(self, program: StepRunner, cache: DeviceCache, executor: Executor) -> None:
         self._program = program
         self._cache = cache
+        self._executor = executor
         self._finished_count = 0
 
     @property
@@ -198,9 +202,10 @@ class NotingRunner:
         """Steps; from any thread."""
         return self._finished_count
 
-    def forward(self, step: StepInput, kv: KvView) -> torch.Tensor:
-        """As of `StepRunner`, on the CPU. InternalError for a step that is void."""
+    def choose(self, step: StepInput, kv: KvView) -> ChosenTokens:
+        """As of `TokenRunner`. InternalError for a step that is void."""
         logits = self._program.forward(step, kv).cpu()
         self._cache.note_step()
+        chosen = sample_logits(self._executor, logits, step.sampling)
         self._finished_count += 1
-        return logits
+        return chosen

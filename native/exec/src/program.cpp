@@ -164,4 +164,13 @@ void Program::check(const SelectRowsOp& op) const {
   require_buffer(op.out, op.size * kF32, "select: out");
 }
 
+void Program::check(const SampleOp& op) const {
+  require_buffer(op.logits, op.vocab_size * kF32, "sample: logits");
+  require_buffer(op.ids, sizeof(std::int32_t), "sample: ids");
+  require_buffer(op.peaks, kF32, "sample: peaks");
+  require(buffers_[op.logits].per_output && buffers_[op.ids].per_output &&
+              buffers_[op.peaks].per_output,
+          "sample: rows of tokens");
+}
+
 }  // namespace freetoken::exec

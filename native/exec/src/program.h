@@ -122,8 +122,15 @@ struct SelectRowsOp {
   BufferIndex out;
 };
 
+// A token of each row of logits, as StepCall::sampling wants it: see sample_row.
+struct SampleOp {
+  BufferIndex logits;
+  std::size_t vocab_size;
+  BufferIndex ids, peaks;
+};
+
 using Op = std::variant<EmbedOp, AddOp, AddRmsNormOp, LinearOp, HeadNormOp, RotateOp, AttendOp,
-                        RouterOp, RouteOp, ExpertsOp, GluOp, SelectRowsOp>;
+                        RouterOp, RouteOp, ExpertsOp, GluOp, SelectRowsOp, SampleOp>;
 
 // Whoever runs the routed experts of a step, wherever their weights are.
 struct RoutedTokens {
@@ -187,6 +194,7 @@ struct StepCall {
   std::size_t tokens;
   const std::int64_t* outputs;  // [outputs_count] which tokens
   std::size_t outputs_count;
+  const SamplingParams* sampling;      // [outputs_count], or null where no SampleOp is run
   const std::int32_t* page_table;      // [sequences][max_pages]
   const std::int32_t* sequence_index;  // [tokens]
   const std::int32_t* positions;       // [tokens]
@@ -240,6 +248,7 @@ class Program {
   void check(const ExpertsOp& op) const;
   void check(const GluOp& op) const;
   void check(const SelectRowsOp& op) const;
+  void check(const SampleOp& op) const;
 
   void execute(const Running& now, const EmbedOp& op);
   void execute(const Running& now, const AddOp& op);
@@ -253,6 +262,7 @@ class Program {
   void execute(const Running& now, const ExpertsOp& op);
   void execute(const Running& now, const GluOp& op);
   void execute(const Running& now, const SelectRowsOp& op);
+  void execute(const Running& now, const SampleOp& op);
 
   std::vector<BufferSpec> buffers_;
   ExpertDispatch* experts_;

@@ -249,4 +249,13 @@ void Program::execute(const Running& now, const SelectRowsOp& op) {
   }
 }
 
+void Program::execute(const Running& now, const SampleOp& op) {
+  now.executor.sample({.logits = at<const float>(op.logits),
+                       .params = now.step.sampling,
+                       .token_ids = at<std::int32_t>(op.ids),
+                       .peaks = at<float>(op.peaks),
+                       .rows = now.step.outputs_count,
+                       .vocab = op.vocab_size});
+}
+
 }  // namespace freetoken::exec

@@ -328,23 +328,26 @@ class RowSampler {
 };
 
 SampleResult sample_row(const float* logits, std::size_t vocab, const SamplingParams& params,
-                        std::uint64_t draw_index, SamplingScratch& scratch) {
+                        SamplingScratch& scratch) {
   scratch.reserve(vocab);
   RowSampler row(logits, vocab, scratch);
   const float peak = row.find_peak();
-  if (!std::isfinite(peak)) return {.token = -1, .numbers = false, .peak = peak};
+  if (!std::isfinite(peak)) return {.token = -1, .peak = peak};
   const std::size_t token = params.temperature <= 0.0
                                 ? row.greedy()
-                                : row.sample(params, uniform(params.seed, draw_index));
-  return {.token = static_cast<std::int64_t>(token), .numbers = true, .peak = peak};
+                                : row.sample(params, uniform(params.seed, params.draw_index));
+  return {.token = static_cast<std::int32_t>(token), .peak = peak};
 }
 
 void sample_rows(WorkerPool& pool, const SampleRowsCall& call, std::span<SamplingScratch> scratch) {
   // Workers must not throw, so nothing may be left to allocate.
   for (SamplingScratch& one : scratch) one.reserve(call.vocab);
   pool.run(call.rows, [&](std::uint32_t row, int worker) noexcept {
-    call.out[row] = sample_row(call.logits + row * call.vocab, call.vocab, call.params[row],
-                               call.draw_index[row], scratch[static_cast<std::size_t>(worker)]);
+    const SampleResult found =
+        sample_row(call.logits + row * call.vocab, call.vocab, call.params[row],
+                   scratch[static_cast<std::size_t>(worker)]);
+    call.token_ids[row] = found.token;
+    call.peaks[row] = found.peak;
   });
 }
 

@@ -13,19 +13,21 @@
 
 namespace freetoken::exec {
 
-// Filters apply in the order of the fields; defaults change nothing.
+// How one row is sampled, as callers lay it out in memory. Filters apply in the order of the
+// fields; defaults change nothing.
 struct SamplingParams {
   double temperature = 1.0;  // 0 or less: greedy, the filters do not matter then
   std::int64_t top_k = 0;    // 0: off. Keeps every token that equals the k-th best.
   double top_p = 1.0;        // 1: off. The smallest set of best tokens (the lower id first) that
                              // reaches this share of the sum.
   double min_p = 0.0;        // 0: off. At least this share of the best token's probability.
-  std::uint64_t seed = 0;    // With the draw index: the key and counter of Philox.
+  std::uint64_t seed = 0;    // the key of Philox
+  std::uint64_t draw_index = 0;  // its counter
 };
+static_assert(sizeof(SamplingParams) == 6 * 8);
 
 struct SampleResult {
-  std::int64_t token;  // -1 when `numbers` is false
-  bool numbers;        // false: the row has NaN or +inf, or nothing above -inf
+  std::int32_t token;  // -1: the row has NaN or +inf, or nothing above -inf
   float peak;          // the largest logit, NaN if any is NaN
 };
 
@@ -43,15 +45,15 @@ class SamplingScratch {
   std::vector<double> sums_;
 };
 
-// logits: [vocab], 0 < vocab < 2^32, -inf for a token that must not be drawn. No parameter is NaN.
+// logits: [vocab], 0 < vocab < 2^31, -inf for a token that must not be drawn. No parameter is NaN.
 SampleResult sample_row(const float* logits, std::size_t vocab, const SamplingParams& params,
-                        std::uint64_t draw_index, SamplingScratch& scratch);
+                        SamplingScratch& scratch);
 
 struct SampleRowsCall {
-  const float* logits;              // [rows][vocab]
-  const SamplingParams* params;     // [rows]
-  const std::uint64_t* draw_index;  // [rows]
-  SampleResult* out;                // [rows]
+  const float* logits;           // [rows][vocab]
+  const SamplingParams* params;  // [rows]
+  std::int32_t* token_ids;       // [rows], as of SampleResult
+  float* peaks;                  // [rows]
   std::size_t rows, vocab;
 };
 

@@ -144,16 +144,16 @@ void validate(const AttentionCall& call) {
 }
 
 void validate(const SampleRowsCall& call) {
-  require(call.logits != nullptr && call.params != nullptr && call.draw_index != nullptr &&
-              call.out != nullptr,
-          "sample_rows: null address");
-  require(call.rows <= WorkerPool::kMaxTiles, "sample_rows: too many rows");
-  require(call.vocab > 0 && call.vocab <= UINT32_MAX,
-          "sample_rows: vocab_size must be positive and below 2^32");
+  require(call.logits != nullptr && call.params != nullptr && call.token_ids != nullptr &&
+              call.peaks != nullptr,
+          "sample: null address");
+  require(call.rows <= WorkerPool::kMaxTiles, "sample: too many rows");
+  require(call.vocab > 0 && call.vocab <= INT32_MAX,
+          "sample: vocab_size must be positive and below 2^31");
   for (std::size_t row = 0; row < call.rows; ++row) {
     const SamplingParams& params = call.params[row];
     require(params.temperature >= 0 && params.top_p >= 0 && params.min_p >= 0,
-            "sample_rows: temperature, top_p and min_p must be numbers that are not negative");
+            "sample: temperature, top_p and min_p must be numbers that are not negative");
   }
 }
 

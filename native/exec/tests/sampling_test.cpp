@@ -48,10 +48,11 @@ std::vector<float> random_row(std::size_t vocab, float spread, unsigned seed) {
   return row;
 }
 
-SampleResult sample(const std::vector<float>& row, const SamplingParams& params,
+SampleResult sample(const std::vector<float>& row, SamplingParams params,
                     std::uint64_t draw_index) {
   SamplingScratch scratch;
-  return sample_row(row.data(), row.size(), params, draw_index, scratch);
+  params.draw_index = draw_index;
+  return sample_row(row.data(), row.size(), params, scratch);
 }
 
 // Shares of the tokens that pass the filters, the slow and obvious way.
@@ -129,14 +130,13 @@ TEST(Sampling, RowsThatAreNotNumbersHaveNoToken) {
   for (const std::size_t place : {std::size_t{0}, std::size_t{15}, std::size_t{300}}) {
     std::vector<float> row(301, 1.0F);
     row[place] = infinity;
-    EXPECT_FALSE(sample(row, {}, 0).numbers);
+    EXPECT_EQ(sample(row, {}, 0).token, -1);
     EXPECT_EQ(sample(row, {}, 0).peak, infinity);
     row[place] = -nan;
-    EXPECT_FALSE(sample(row, {}, 0).numbers);
+    EXPECT_EQ(sample(row, {}, 0).token, -1);
     EXPECT_TRUE(std::isnan(sample(row, {}, 0).peak));
   }
   const std::vector<float> forbidden(20, -infinity);
-  EXPECT_FALSE(sample(forbidden, {}, 0).numbers);
   EXPECT_EQ(sample(forbidden, {}, 0).token, -1);
 }
 
@@ -155,30 +155,32 @@ TEST(Sampling, RowsOverWorkersAreTheRowsAlone) {
   constexpr std::size_t kVocab = 1000;
   const std::vector<float> logits = random_row(kRows * kVocab, 3.0F, 9);
   std::vector<SamplingParams> params(kRows);
-  std::vector<std::uint64_t> draws(kRows);
   for (std::size_t row = 0; row < kRows; ++row) {
     params[row] = {.temperature = 0.1 * static_cast<double>(row % 12),
                    .top_k = static_cast<std::int64_t>(row % 5) * 20,
                    .top_p = row % 3 == 0 ? 1.0 : 0.9,
                    .min_p = row % 2 == 0 ? 0.0 : 0.01,
-                   .seed = row};
-    draws[row] = row * 3;
+                   .seed = row,
+                   .draw_index = row * 3};
   }
   WorkerPool pool({0, 0, 0}, std::chrono::microseconds(50));
   std::vector<SamplingScratch> scratch(static_cast<std::size_t>(pool.workers_count()));
-  std::vector<SampleResult> out(kRows);
+  std::vector<std::int32_t> token_ids(kRows);
+  std::vector<float> peaks(kRows);
   sample_rows(pool,
               {.logits = logits.data(),
                .params = params.data(),
-               .draw_index = draws.data(),
-               .out = out.data(),
+               .token_ids = token_ids.data(),
+               .peaks = peaks.data(),
                .rows = kRows,
                .vocab = kVocab},
               scratch);
   for (std::size_t row = 0; row < kRows; ++row) {
     const auto begin = logits.begin() + static_cast<std::ptrdiff_t>(row * kVocab);
     const std::vector<float> alone(begin, begin + kVocab);
-    EXPECT_EQ(out[row].token, sample(alone, params[row], draws[row]).token) << row;
+    const SampleResult expected = sample(alone, params[row], params[row].draw_index);
+    EXPECT_EQ(token_ids[row], expected.token) << row;
+    EXPECT_EQ(peaks[row], expected.peak) << row;
   }
 }
 

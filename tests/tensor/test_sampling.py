@@ -4,30 +4,52 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetokend.core.errors import InternalError
 from freetokend.native.executor import Executor
-from freetokend.native.sampling import RowSampling, Sample, sample_rows
-from tests.native.sampling_oracle import Filters, Row, choose
+from freetokend.tensor.sampling import SAMPLING_ROW, ChosenTokens, SamplingRows, sample_logits
+from freetokend.tensor.sampling_reference import Row, choose
 
 # Choices nearer to a boundary than this may go either way.
 MARGIN = 1e-6
 
 
-def asked(filters: Filters, seed: int = 0, draw_index: int = 0) -> RowSampling:
-    return RowSampling(
-        temperature=filters.temperature,
-        top_k=filters.top_k,
-        top_p=filters.top_p,
-        min_p=filters.min_p,
-        seed=seed,
-        draw_index=draw_index,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    token_id: int
+    peak: float
+
+
+def asked(filters: Filters, seed: int = 0, draw_index: int = 0) -> SamplingRows:
+    """One row."""
+    return np.array(
+        [
+            (
+                filters.temperature,
+                filters.top_k,
+                filters.top_p,
+                filters.min_p,
+                seed,
+                draw_index,
+            )
+        ],
+        SAMPLING_ROW,
     )
 
 
@@ -36,22 +58,20 @@ def executor() -> Executor:
     return Executor(sorted(os.sched_getaffinity(0))[:1])
 
 
+def only(chosen: ChosenTokens) -> Sample:
+    return Sample(token_id=int(chosen.token_ids), peak=float(chosen.peaks))
+
+
 def sample(row: Row, filters: Filters, seed: int = 0, draw_index: int = 0) -> Sample:
-    row = np.ascontiguousarray(row, np.float32)
-    (one,) = sample_rows(
-        executor(),
-        row.ctypes.data,
-        vocab_size=row.size,
-        rows=[asked(filters, seed, draw_index)],
-    )
-    return one
+    logits = torch.from_numpy(np.ascontiguousarray(row, np.float32)[None])
+    return only(sample_logits(executor(), logits, asked(filters, seed, draw_index)))
 
 
 def differences(row: Row, filters: Filters, seed: int, draws: range) -> int:
     """Draws that differ from the reference within the margin; beyond it none may."""
     close = 0
     for draw_index in draws:
-        expected = choose(row, filters, seed, draw_index)
+        expected = choose(row, asked(filters, seed, draw_index)[0])
         if sample(row, filters, seed, draw_index).token_id != expected.token_id:
             assert expected.margin < MARGIN, (filters, seed, draw_index)
             close += 1
@@ -128,9 +148,9 @@ def test_a_nucleus_of_a_flat_row_is_cut_by_id() -> None:
     row[::2] = 0.001  # the even ids come first, then the odd ones
     chosen = Filters(temperature=1.0, top_p=0.75)
     drawn = {sample(row, chosen, 1, index).token_id for index in range(4000)}
-    odd = [token for token in drawn if token is not None and token % 2]
+    odd = [token for token in drawn if token % 2]
     assert 1500 < max(odd) < 2060
-    assert max(token for token in drawn if token is not None and token % 2 == 0) > 4000
+    assert max(token for token in drawn if token % 2 == 0) > 4000
 
 
 @given(
@@ -151,13 +171,13 @@ def test_a_number_that_is_none_is_found_anywhere(size: int, bad: float) -> None:
         row = np.zeros(size, np.float32)
         row[place] = bad
         found = sample(row, Filters(temperature=0.0))
-        assert found.token_id is None
+        assert found.token_id == -1
         assert np.array_equal(found.peak, abs(bad), equal_nan=True)
 
 
 def test_a_row_of_forbidden_tokens_has_no_token() -> None:
     row = np.full(40, -np.inf, np.float32)
-    assert sample(row, Filters(temperature=1.0)) == Sample(token_id=None, peak=-math.inf)
+    assert sample(row, Filters(temperature=1.0)) == Sample(token_id=-1, peak=-math.inf)
 
 
 def test_weights_that_vanish_are_never_drawn() -> None:
@@ -173,9 +193,8 @@ def test_a_memory_of_other_rows_changes_nothing() -> None:
     for size in (10, 5000, 300, 5001, 1):
         row = rng.normal(size=size).astype(np.float32)
         with Executor(sorted(os.sched_getaffinity(0))[:1]) as fresh:
-            (alone,) = sample_rows(
-                fresh, row.ctypes.data, vocab_size=size, rows=[asked(chosen, 9, 4)]
-            )
+            logits = torch.from_numpy(row[None])
+            alone = only(sample_logits(fresh, logits, asked(chosen, 9, 4)))
         assert alone == sample(row, chosen, 9, 4)
 
 
@@ -186,19 +205,16 @@ def test_rows_of_one_call_get_what_they_get_alone(threads_count: int) -> None:
     rows[7, 3], rows[20, 0], rows[21] = np.nan, np.inf, -np.inf
     ways = [Filters(temperature=(i % 4) / 2, top_k=i % 9 * 5, top_p=0.9) for i in range(40)]
     cpus = [sorted(os.sched_getaffinity(0))[0]] * threads_count
+    params = [asked(way, index, index + 1) for index, way in enumerate(ways)]
     with Executor(cpus) as several:
-        together = sample_rows(
-            several,
-            rows.ctypes.data,
-            vocab_size=700,
-            rows=[asked(way, index, index + 1) for index, way in enumerate(ways)],
-        )
-        assert sample_rows(several, rows.ctypes.data, vocab_size=700, rows=[]) == []
-    for index, (way, found) in enumerate(zip(ways, together, strict=True)):
+        logits = torch.from_numpy(rows)
+        together = sample_logits(several, logits, np.concatenate(params))
+        assert not sample_logits(several, logits[:0], params[0][:0]).token_ids.numel()
+    for index, way in enumerate(ways):
         alone = sample(rows[index], way, index, index + 1)
-        assert found.token_id == alone.token_id
-        assert np.array_equal(found.peak, alone.peak, equal_nan=True)
-    assert [index for index, one in enumerate(together) if one.token_id is None] == [7, 20, 21]
+        assert together.token_ids[index] == alone.token_id
+        assert np.array_equal(together.peaks[index], alone.peak, equal_nan=True)
+    assert (together.token_ids == -1).nonzero().flatten().tolist() == [7, 20, 21]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +222,34 @@ def test_rows_of_one_call_get_what_they_get_alone(threads_count: int) -> None:
 )
 def test_wrong_calls_are_refused(bad: Filters) -> None:
     row = np.zeros(0 if bad.temperature == 1.0 else 4, np.float32)
-    with pytest.raises(InternalError, match="sample_rows"):
+    with pytest.raises(InternalError, match="sample: "):
         sample(row, bad)
-    with pytest.raises(InternalError, match="sample_rows: null address"):
-        sample_rows(executor(), 0, vocab_size=4, rows=[asked(Filters(temperature=1.0))])
+
+
+def test_parameters_must_be_there_for_every_row() -> None:
+    logits, one = torch.zeros(2, 4), asked(Filters(temperature=1.0))
+    with pytest.raises(InternalError, match="sample: null address"):
+        sample_logits(executor(), logits, None)
+    with pytest.raises(InternalError, match=r"2 rows are to be sampled .* shape \(1,\)"):
+        sample_logits(executor(), logits, one)
+    with pytest.raises(InternalError, match="2 rows are to be sampled"):
+        sample_logits(executor(), logits, np.concatenate([one] * 4)[::2])
+
+
+@pytest.mark.parametrize(
+    "row", [[1.0, math.nan], [math.inf, 1.0], [-math.inf] * 3, [1.0, 2.0, 2.0]]
+)
+def test_the_reference_finds_what_is_not_numbers_too(row: list[float]) -> None:
+    chosen = Filters(temperature=0.0)
+    found, values = sample(np.array(row), chosen), np.array(row, np.float32)
+    expected = choose(values, asked(chosen)[0])
+    assert found.token_id == expected.token_id
+    assert np.array_equal(found.peak, expected.peak, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "logits", [torch.zeros(1, 4, dtype=torch.bfloat16), torch.zeros(1, 8)[:, ::2]]
+)
+def test_rows_of_other_types_and_strides_are_refused(logits: torch.Tensor) -> None:
+    with pytest.raises(InternalError, match=r"contiguous torch\.float32 tensor"):
+        sample_logits(executor(), logits, asked(Filters(temperature=1.0)))
