@@ -55,6 +55,16 @@ class Bench:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def goals(self, weight_format: WeightFormat, tokens: int, page_bytes: int) -> layer_goals.Case:
+        """What a batch of this format is to reach, by the instruction set that was asked for."""
+        return layer_goals.Case(
+            kind=weight_format.kind,
+            fast=self.numerics == "fast",
+            held_to_avx2=self.isa == "avx2",
+            tokens=tokens,
+            page_bytes=page_bytes,
+        )
+
     def format(self, weight_format: WeightFormat, threads_count: int) -> None:
         """All batches of one format with so many threads."""
         layer = OurLayer(QWEN3, weight_format, self.numerics)
@@ -98,13 +108,7 @@ class Bench:
             f"layer {layer.format} {layer.numerics} {executor.isa} {executor.threads_count} threads"
             f" {tokens} tokens"
         )
-        goals = layer_goals.Case(
-            kind=layer.format.kind,
-            fast=layer.numerics == "fast",
-            isa=executor.isa,
-            tokens=tokens,
-            page_bytes=bank.page_bytes,
-        )
+        goals = self.goals(layer.format, tokens, bank.page_bytes)
         self._add(self._ceiling_row(outcome, case, goals, ceiling.bytes_per_unit))
         for rival in usable:
             if rival.child.name not in outcome.names:
