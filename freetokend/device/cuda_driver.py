@@ -15,7 +15,9 @@ from freetokend.core.errors import Reason, ResourceError
 
 _OUT_OF_MEMORY: Final = 2
 _STREAM_NON_BLOCKING: Final = 1
-_EVENT_DISABLE_TIMING: Final = 2
+# A wait on the host sleeps: the threads that execute experts have better use for the core.
+_EVENT_FLAGS: Final = 1 | 2  # blocking sync, no timing
+_NOT_READY: Final = 600
 _LIBRARY: Final = "libcuda.so.1"
 
 
@@ -170,7 +172,7 @@ class CudaDriver:
     def new_event(self) -> Any:
         """An event that only orders, and keeps no time."""
         self._enter()
-        return self._call("cuEventCreate", _EVENT_DISABLE_TIMING)
+        return self._call("cuEventCreate", _EVENT_FLAGS)
 
     def destroy_event(self, event: Any) -> None:
         """End an event."""
@@ -189,6 +191,21 @@ class CudaDriver:
         """
         self._enter()
         self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def is_done(self, event: Any) -> bool:
+        """Whether everything that the event stands for is done."""
+        self._enter()
+        result, *_ = self._api.cuEventQuery(event)
+        if int(result) == _NOT_READY:
+            return False
+        if int(result) != 0:
+            raise CudaError("cuEventQuery", int(result), str(result.name))
+        return True
+
+    def wait_on_host(self, event: Any) -> None:
+        """Return when everything that the event stands for is done."""
+        self._enter()
+        self._call("cuEventSynchronize", event)
 
     def copy_to_host_async(
         self, host_address: int, device_address: int, length_bytes: int, stream: Any

@@ -188,7 +188,7 @@ class GraphedProgram:
         self._begin_step(tokens_count)
         if not isinstance(kv, BatchView) or not self._can_replay(step, kv):
             self._counters.eager_count += 1
-            return self._program.forward(self._moved(step), kv)
+            return self._program.forward(step_on(step, self._device), kv)
         rows_count = 1 << (tokens_count - 1).bit_length()
         lane = self._lane(rows_count)
         lane.load(step, kv, self._spec.padding_page)
@@ -245,9 +245,11 @@ class GraphedProgram:
         )
         return _Lane(step=step, batch=batch, view=self._kv.view(batch))
 
-    def _moved(self, step: StepInput) -> StepInput:
-        return StepInput(
-            token_ids=step.token_ids.to(self._device),
-            positions=step.positions.to(self._device),
-            logits_index=step.logits_index.to(self._device),
-        )
+
+def step_on(step: StepInput, device: torch.device) -> StepInput:
+    """The step there."""
+    return StepInput(
+        token_ids=step.token_ids.to(device),
+        positions=step.positions.to(device),
+        logits_index=step.logits_index.to(device),
+    )

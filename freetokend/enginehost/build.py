@@ -6,7 +6,7 @@ import importlib
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import torch
@@ -25,7 +25,7 @@ from freetokend.enginehost.build_cache import (
     kv_plan_of,
     plan_host_device,
 )
-from freetokend.enginehost.build_cuda import CudaInputs, build_cuda
+from freetokend.enginehost.build_cuda import CudaInputs, build_cuda, sweep_bytes
 from freetokend.enginehost.built import BuiltEngine
 from freetokend.enginehost.cuda_platform import CudaPlatform
 from freetokend.enginehost.trace_control import RoutingTaps
@@ -102,6 +102,14 @@ def _gpu_platform() -> CudaPlatform:
     return cast("CudaPlatform", module.GpuPlatform())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepLimits:
+    """Of prompts: from how many tokens on they are swept, and the most of one sweep."""
+
+    from_tokens: int
+    tokens: int
+
+
 class _Builder:
     """What the parts of one engine are made from."""
 
@@ -150,6 +158,9 @@ class _Builder:
                 'engine.device to "none".',
                 param="engine.device",
             )
+        sweep_tokens = self._sweep_tokens(
+            platform.memory().free_bytes, lambda count: sweep_bytes(self._step_program, count)
+        )
         made = build_cuda(
             CudaInputs(
                 index=self._index,
@@ -160,17 +171,25 @@ class _Builder:
                 executor=self._executor,
                 kv_shape=self._kv_shape,
                 step_tokens=self._step_tokens,
+                sweep_tokens=sweep_tokens,
             ),
             platform,
             hybrid=settings.backend in ("auto", "hybrid"),
         )
         cache = made.cache
         built = self._built(
-            Engine(made.runner, made.kv),
+            SweepingEngine(
+                made.runner,
+                made.sweep_runner,
+                made.kv,
+                cache,
+                sweep_from_tokens=made.sweep_from_tokens,
+            ),
             kv_plan_of(made.plan, self._kv_shape),
             executions=lambda: cache.executions_count,
-            finished_ops=lambda: made.runner.finished_count,
+            finished_ops=lambda: made.runner.finished_count + made.sweep_runner.finished_count,
             backend=made.backend,
+            sweeps=SweepLimits(from_tokens=made.sweep_from_tokens, tokens=sweep_tokens),
         )
         return replace(
             built,
@@ -216,7 +235,7 @@ class _Builder:
             return BackendChoice(
                 backend="cpu", reason="the model has no routed experts that a cache could hold"
             )
-        sweep_tokens = self._sweep_tokens()
+        sweep_tokens = self._sweep_tokens(self._memory.mem_available_bytes, self._workspace_bytes)
         inputs = CacheInputs(
             mapped=MappedBank(bank=bank, region_address=self._region_address),
             facts=self._facts,
@@ -248,7 +267,7 @@ class _Builder:
             finished_ops=lambda: program.finished_ops_count + sweep_program.finished_ops_count,
             backend=made.backend,
             taps=RoutingTaps(steps=tap, sweeps=sweep_tap),
-            sweep_tokens=sweep_tokens,
+            sweeps=SweepLimits(from_tokens=made.sweep_from_tokens, tokens=sweep_tokens),
             cache=made,
         )
 
@@ -274,13 +293,13 @@ class _Builder:
         )
         return step_workspace_bytes(shape)
 
-    def _sweep_tokens(self) -> int:
+    def _sweep_tokens(self, memory_bytes: int, sweep_bytes: Callable[[int], int]) -> int:
         """As asked, or as many as a small share of the memory has room for."""
         if self._settings.sweep_tokens:
             return self._settings.sweep_tokens
         tokens = MOST_SWEEP_TOKENS
-        most_bytes = self._memory.mem_available_bytes // SWEEP_MEMORY_PARTS
-        while tokens > self._step_tokens and self._workspace_bytes(tokens) > most_bytes:
+        most_bytes = memory_bytes // SWEEP_MEMORY_PARTS
+        while tokens > self._step_tokens and sweep_bytes(tokens) > most_bytes:
             tokens //= 2
         return max(tokens, self._step_tokens)
 
@@ -292,7 +311,7 @@ class _Builder:
         executions: Callable[[], int],
         finished_ops: Callable[[], int],
         backend: BackendChoice | None,
-        sweep_tokens: int = 0,
+        sweeps: SweepLimits | None = None,
         cache: CachedExperts | None = None,
         taps: RoutingTaps | None = None,
     ) -> BuiltEngine:
@@ -306,8 +325,8 @@ class _Builder:
             vocab_size=facts.vocab_size,
             page_tokens=PAGE_TOKENS,
             eos_token_ids=frozenset(facts.eos_token_ids),
-            sweep_from_tokens=0 if cache is None else cache.sweep_from_tokens,
-            sweep_tokens=sweep_tokens,
+            sweep_from_tokens=0 if sweeps is None else sweeps.from_tokens,
+            sweep_tokens=0 if sweeps is None else sweeps.tokens,
         )
         return BuiltEngine(
             engine=engine,

@@ -1,25 +1,25 @@
 """An engine whose experts are in slots of a GPU and whose steps are graphs there.
 
 Every miss is filled ("offload"), or split between fills and the CPU ("hybrid") by a table of the
-rates that are measured before anything is served.
+rates that are measured before anything is served. Long prompts stream whole layers.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from freetokend.core.errors import Reason, ResourceError
 from freetokend.core.model_config import ModelFacts
-from freetokend.device.host_arena import HostArena
 from freetokend.engine.graphs import GraphedProgram, GraphSpec
+from freetokend.engine.swept_program import SweptProgram
 from freetokend.enginehost.backend import BackendChoice
 from freetokend.enginehost.build_cache import layer_runs
 from freetokend.enginehost.cuda_platform import CudaPlatform, KvNeeds
+from freetokend.enginehost.cuda_profile import SlotProfile, SlotRates
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.cpu import bank_experts
 from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, StreamFork
@@ -30,9 +30,8 @@ from freetokend.experts.gpu.dispatch import (
     DispatchSpec,
     padded_rows,
 )
-from freetokend.experts.host_rates import BURST_COUNT, measure_host_rates
+from freetokend.experts.gpu.sweeps import SlotSweeps, SwitchedExperts
 from freetokend.experts.shrink_plan import LayerTerm
-from freetokend.experts.slot_checks import SAMPLE_COUNT, spread
 from freetokend.experts.slot_pool import SlotPool
 from freetokend.ftw.index import FtwIndex
 from freetokend.kvcache.batch import KvStore
@@ -44,6 +43,8 @@ from freetokend.policy.eviction import default_order
 from freetokend.policy.fill_table import fill_table
 from freetokend.policy.kv_sizing import KvShape, pages_for
 from freetokend.policy.layer_overrides import parse_layers
+from freetokend.policy.prefill_crossover import PrefillFacts, prefill_crossover
+from freetokend.policy.step_cost import StepCosts, estimated_miss_ratio
 from freetokend.policy.vram_budget import Preset, VramFacts, VramPlan, VramWishes, plan_vram
 from freetokend.tensor.cuda_program import CudaProgram
 from freetokend.tensor.dense_tensors import dense_bytes, dense_tensors
@@ -56,12 +57,12 @@ BUCKETS_COUNT: Final = 5
 GRAPH_BYTES: Final = 256 << 20
 # Of attention's parts, per query and column; and y of both branches.
 _PARTS_COUNT: Final = 128
-_FILLS_TIMED: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaInputs:
-    """What an engine on a GPU is built from. step_tokens: the most of one step."""
+    """What an engine on a GPU is built from. step_tokens, sweep_tokens: the most of one step, and
+    of one sweep."""
 
     index: FtwIndex
     region_address: int
@@ -71,6 +72,7 @@ class CudaInputs:
     executor: Executor
     kv_shape: KvShape
     step_tokens: int
+    sweep_tokens: int
 
     @property
     def mapped(self) -> MappedBank:
@@ -79,9 +81,12 @@ class CudaInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaEngine:
-    """runner: steps of the model over `kv`, logits on the host."""
+    """runner, sweep_runner: steps and sweeps of the model over `kv`, logits on the host.
+    sweep_from_tokens 0: never sweep."""
 
     runner: NotingRunner
+    sweep_runner: SweptProgram
+    sweep_from_tokens: int
     kv: KvStore
     cache: DeviceCache
     plan: VramPlan
@@ -133,7 +138,13 @@ def workspace_bytes(inputs: CudaInputs) -> int:
     running = padded_rows(inputs.settings.max_running_count)
     parts_bytes = running * q_heads_count(inputs) * _PARTS_COUNT * 4 * (facts.head_size + 2)
     # Results and what they are made from are there at once.
-    return 2 * rows * token_bytes + parts_bytes + 2 * running * facts.vocab_size * 4
+    results_bytes = 2 * rows * token_bytes + parts_bytes + 2 * running * facts.vocab_size * 4
+    return results_bytes + sweep_bytes(inputs.program, inputs.sweep_tokens)
+
+
+def sweep_bytes(program: StepProgram, tokens_count: int) -> int:
+    """What a sweep of so many tokens keeps; its experts run in parts as big as a step."""
+    return 2 * tokens_count * buffer_row_bytes(program, Rows.TOKENS)
 
 
 def q_heads_count(inputs: CudaInputs) -> int:
@@ -195,6 +206,7 @@ class _Parts:
         self._ops = platform.new_ops(
             inputs.mapped, self._pool, rows_capacity=self._rows, top_k=self._top_k
         )
+        make_planner = platform.new_planner(self._pool.state, bank.moe_layers_count)
         self._dispatch = CudaExpertDispatch(
             DispatchSpec(
                 moe_layers_count=bank.moe_layers_count,
@@ -206,17 +218,23 @@ class _Parts:
                 least_slots=self._top_k,
             ),
             BranchOps(fill=self._ops.fill, slots=self._ops.slots, merge=self._ops.merge, fork=fork),
-            platform.new_planner(self._pool.state, bank.moe_layers_count),
+            make_planner,
             platform.device,
         )
+        self._transfers = platform.new_transfers()
+        self._sweeps = SlotSweeps(
+            self._dispatch, self._pool.state, self._ops.fill, self._transfers, make_planner
+        )
+        self._experts = SwitchedExperts(self._dispatch, self._sweeps)
         self._cache = DeviceCache(
             inputs.mapped,
             self._pool,
             self._dispatch,
+            self._sweeps,
             self._registration,
             least_slots=0 if with_cpu else self._top_k,
             synchronize=platform.synchronize,
-            close_first=self._close_branch,
+            close_first=self._close_queues,
         )
 
     def close(self) -> None:
@@ -242,8 +260,18 @@ class _Parts:
         )
         self._cache.set_branches([choice.branch for choice in choices])
         self._cache.resize(plan.slots_count)
-        self._check_fills()
-        source = self._split() if self._hybrid else "every miss is filled"
+        profile = SlotProfile(
+            inputs.mapped,
+            self._pool,
+            self._platform,
+            self._ops,
+            layers_count=sum(self._cache.fillable(bank.offset_bytes)),
+        )
+        profile.check_fills()
+        executor = inputs.executor if self._hybrid else None
+        measured = profile.measured(executor, self._transfers)
+        if self._hybrid and measured is not None:
+            self._cache.set_fill_counts(fill_table(measured.rates, bank.experts_per_layer_count))
         needs = KvNeeds(
             asked=inputs.settings.attention,
             shape=inputs.kv_shape,
@@ -253,21 +281,33 @@ class _Parts:
             context_tokens=plan.servable_context_tokens,
         )
         attention = self._platform.new_kv(needs)
-        runner = NotingRunner(self._program(plan, attention.store), self._cache, inputs.executor)
+        program = self._program(plan)
+        runner = NotingRunner(
+            self._graphed(program, plan, attention.store), self._cache, inputs.executor
+        )
         asked = inputs.settings.backend
         how = "it is asked for" if asked != "auto" else "a GPU is there"
         return CudaEngine(
             runner=runner,
+            sweep_runner=SweptProgram(
+                program,
+                inputs.executor,
+                sweeping=self._experts.sweeping,
+                pace=self._transfers.pace,
+                note=self._cache.note_step,
+                device=self._platform.device,
+            ),
+            sweep_from_tokens=self._sweep_from(profile, measured),
             kv=attention.store,
             cache=self._cache,
             plan=plan,
             backend=BackendChoice(
                 backend="hybrid" if self._hybrid else "offload",
                 reason=f"{how}: {self._platform.name}, attention by {attention.reason}",
-                notes=(*((note,) if note else ()), *_unused(inputs.settings)),
+                notes=(note,) if note else (),
             ),
             layer_runs=layer_runs(choices),
-            fill_rate_source=source,
+            fill_rate_source="nothing can be filled" if measured is None else measured.source,
         )
 
     def _new_fork(self) -> CpuFork:
@@ -284,22 +324,26 @@ class _Parts:
         self._fork = fork
         return fork
 
-    def _close_branch(self) -> None:
+    def _close_queues(self) -> None:
+        self._transfers.close()
         if self._branch is not None:
             if isinstance(self._fork, StreamFork):
                 self._fork.close()
             self._branch.close()
 
-    def _program(self, plan: VramPlan, kv: KvStore) -> GraphedProgram:
+    def _program(self, plan: VramPlan) -> CudaProgram:
         inputs, device = self._inputs, self._platform.device
         tensors = dense_tensors(inputs.region_address, inputs.index, inputs.program, device)
-        program = CudaProgram(
+        return CudaProgram(
             inputs.program,
             StateDictWeights(tensors, torch.bfloat16),
-            self._dispatch,
+            self._experts,
             positions_count=plan.servable_context_tokens,
             device=device,
         )
+
+    def _graphed(self, program: CudaProgram, plan: VramPlan, kv: KvStore) -> GraphedProgram:
+        inputs = self._inputs
         return GraphedProgram(
             program,
             kv,
@@ -309,79 +353,41 @@ class _Parts:
                 pages_capacity=pages_for(plan.servable_context_tokens, inputs.kv_shape.page_tokens),
                 padding_page=plan.kv_pages_count,
             ),
-            begin_step=self._dispatch.begin_step,
-            device=device,
+            begin_step=self._begin_step,
+            device=self._platform.device,
         )
 
-    def _check_fills(self) -> None:
-        """Fill slots that nobody uses yet with experts from all over the pool and compare them: a
-        copy can report success and move nothing. ResourceError where they differ."""
-        bank = self._inputs.index.expert_bank
-        layers_count = sum(self._cache.fillable(bank.offset_bytes))
-        experts_count = layers_count * bank.experts_per_layer_count
-        count = min(SAMPLE_COUNT, self._cache.slots_count, experts_count)
-        if not count:
-            return
-        chosen = spread(experts_count, count)
-        self._fill_s([(expert, slot) for slot, expert in enumerate(chosen)], times=1)
-        for slot, expert in enumerate(chosen):
-            offset_bytes = self._platform.copier.first_difference(
-                self._pool.slot_address(slot),
-                self._inputs.region_address + bank.record_offset_bytes(expert),
-                bank.record_bytes,
-            )
-            if offset_bytes is not None:
-                raise ResourceError(
-                    f"{self._platform.name} does not hold what is copied to it: expert {expert}, "
-                    f"copied for a check, differs from the pool from byte {offset_bytes} on. Set "
-                    'engine.device to "none" to serve without it, and check the driver.',
-                    reason=Reason.DEVICE_UNUSABLE,
-                    param="engine.device",
-                )
+    def _begin_step(self, tokens_count: int) -> None:
+        self._sweeps.join()
+        self._dispatch.begin_step(tokens_count)
 
-    def _split(self) -> str:
-        """Set the table of fills by what is measured now; where its figures come from."""
-        bank = self._inputs.index.expert_bank
-        count = min(_FILLS_TIMED, self._cache.slots_count, bank.experts_per_layer_count)
-        if count == 0 or not self._cache.fillable(bank.offset_bytes)[0]:
-            return "nothing can be filled"
-        host = measure_host_rates(
-            self._inputs.mapped,
-            self._inputs.executor,
-            HostArena(BURST_COUNT * bank.record_bytes),
+    def _sweep_from(self, profile: SlotProfile, measured: SlotRates | None) -> int:
+        """From how many prompt tokens on a sweep is faster; 0 when it never is."""
+        if measured is None or not self._sweeps.can_sweep:
+            return 0
+        self._sweeps.warm_up()
+        self._cache.note_step()
+        inputs, bank = self._inputs, self._inputs.index.expert_bank
+        resident_ratio = self._cache.slots_count / bank.experts_count
+        token_s = bank.moe_layers_count * profile.token_s(rows=self._rows, top_k=self._top_k)
+        crossover = prefill_crossover(
+            PrefillFacts(
+                costs=StepCosts(
+                    moe_layers_count=bank.moe_layers_count,
+                    experts_per_layer_count=bank.experts_per_layer_count,
+                    top_k=self._top_k,
+                    rates=measured.rates,
+                    slot_bytes_per_s=measured.rates.fill_alone_bytes_per_s,
+                    device_dense_s=0.0,
+                    cpu_dense_s=0.0,
+                ),
+                resident_ratio=resident_ratio,
+                miss_ratio=estimated_miss_ratio(resident_ratio),
+                cpu_kernel=self._hybrid,
+                fillable_layers_count=sum(self._dispatch.fillable_layers),
+                stream_token_s=token_s,
+                decode_token_s=token_s,
+            ),
+            most_tokens=inputs.sweep_tokens,
         )
-        fill_s = self._fill_s([(number, number) for number in range(count)], times=5)
-        rate = count * bank.record_bytes / fill_s
-        alone = host.rates.cpu_alone_bytes_per_s
-        rates = replace(
-            host.rates,
-            fill_bytes_per_s=rate,
-            fill_alone_bytes_per_s=rate,
-            fill_fixed_s=0.0,
-            cpu_bytes_per_s=max(alone - rate, 0.0),
-        )
-        self._cache.set_fill_counts(fill_table(rates, bank.experts_per_layer_count))
-        return (
-            f"fills measured when the engine started ({rate / 1e9:.1f} GB/s), as was the CPU alone "
-            f"({alone / 1e9:.1f} GB/s); beside fills it is taken to have what they leave"
-        )
-
-    def _fill_s(self, pairs: Sequence[tuple[int, int]], *, times: int) -> float:
-        """Seconds of the fastest fill of these (expert, slot), slots in which nothing lies yet."""
-        platform, best_s = self._platform, float("inf")
-        fills = torch.tensor(pairs, dtype=torch.int32).view(-1, 2).to(platform.device)
-        fills_count = torch.full((1,), len(pairs), dtype=torch.int32, device=platform.device)
-        for _ in range(times):
-            platform.synchronize()
-            began_s = time.perf_counter()
-            self._ops.fill(fills, fills_count)
-            platform.synchronize()
-            best_s = min(best_s, time.perf_counter() - began_s)
-        return best_s
-
-
-def _unused(settings: EngineSettings) -> tuple[str, ...]:
-    """Settings that have no effect here, which nobody should have to find out."""
-    if not settings.sweep_tokens:
-        return ()
-    return ("engine.sweep_tokens has no effect: prompts are not streamed on a GPU yet.",)
+        return crossover if crossover <= inputs.sweep_tokens else 0

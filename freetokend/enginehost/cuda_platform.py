@@ -16,11 +16,13 @@ from freetokend.experts.bank import MappedBank
 from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers
 from freetokend.experts.gpu.device_cache import Registration
 from freetokend.experts.gpu.dispatch import FillRecords, MergeBranches, SlotExpertsCall
+from freetokend.experts.gpu.transfers import Transfers
 from freetokend.experts.plan.contract import CachePlanner, PlanShape
 from freetokend.experts.residency import ResidencyState
 from freetokend.experts.slot_pool import SlotPool
 from freetokend.kvcache.batch import KvStore
 from freetokend.native.cpu_branch import CpuBranch
+from freetokend.policy.kernel_choice import Capability
 from freetokend.policy.kv_sizing import KvShape
 
 # Up to so many rows every pair reads its expert's weights by itself.
@@ -56,6 +58,12 @@ class AttentionStore:
     reason: str
 
 
+class ClosableTransfers(Transfers, Protocol):
+    """Closed when the device has been waited for."""
+
+    def close(self) -> None: ...
+
+
 class CudaPlatform(Protocol):
     """A device. Everything that it makes is closed before it."""
 
@@ -65,6 +73,11 @@ class CudaPlatform(Protocol):
     @property
     def name(self) -> str:
         """Of the device, for people."""
+        ...
+
+    @property
+    def capability(self) -> Capability:
+        """As kernels are chosen by."""
         ...
 
     @property
@@ -90,6 +103,8 @@ class CudaPlatform(Protocol):
     ) -> SlotOps: ...
 
     def new_fork(self, branch: CpuBranch, buffers: HostBuffers) -> CpuFork: ...
+
+    def new_transfers(self) -> ClosableTransfers: ...
 
     def new_kv(self, needs: KvNeeds) -> AttentionStore: ...
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,13 +16,20 @@ from freetokend.device.cuda_arena import CudaArena, CudaCopier
 from freetokend.device.cuda_driver import CudaDriver, DeviceMemory
 from freetokend.device.cuda_pinning import HostRegistration
 from freetokend.engine.graphs import CudaGraphBackend, GraphBackend
-from freetokend.enginehost.cuda_platform import DECODE_ROWS, AttentionStore, KvNeeds, SlotOps
+from freetokend.enginehost.cuda_platform import (
+    DECODE_ROWS,
+    AttentionStore,
+    ClosableTransfers,
+    KvNeeds,
+    SlotOps,
+)
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, StreamFork
 from freetokend.experts.gpu.device_cache import Registration
 from freetokend.experts.gpu.fill_kernel import fill_records
 from freetokend.experts.gpu.merge_kernel import merge_branches
 from freetokend.experts.gpu.slot_experts import SlotExperts
+from freetokend.experts.gpu.transfers import StreamTransfers
 from freetokend.experts.plan.contract import CachePlanner, PlanShape
 from freetokend.experts.plan.triton_kernel import TritonPlanner
 from freetokend.experts.residency import ResidencyState
@@ -30,6 +39,7 @@ from freetokend.kvcache.gpu.pages import DevicePages
 from freetokend.kvcache.gpu.triton_store import TritonKvStore
 from freetokend.native.cpu_branch import CpuBranch
 from freetokend.policy.eviction import default_order
+from freetokend.policy.kernel_choice import Capability
 
 
 class GpuPlatform:
@@ -52,6 +62,10 @@ class GpuPlatform:
     @property
     def name(self) -> str:
         return torch.cuda.get_device_name(self.device)
+
+    @property
+    def capability(self) -> Capability:
+        return torch.cuda.get_device_capability(self.device)
 
     def memory(self) -> DeviceMemory:
         """As of `CudaPlatform`, here and below."""
@@ -97,9 +111,10 @@ class GpuPlatform:
         return SlotOps(fill=fill, slots=slots, merge=merge_branches)
 
     def new_fork(self, branch: CpuBranch, buffers: HostBuffers) -> CpuFork:
-        return StreamFork(
-            self._driver, branch, buffers, lambda: torch.cuda.current_stream().cuda_stream
-        )
+        return StreamFork(self._driver, branch, buffers, _main_stream)
+
+    def new_transfers(self) -> ClosableTransfers:
+        return StreamTransfers(self._driver, main_stream=_main_stream, queue_in=_queue_in)
 
     def new_kv(self, needs: KvNeeds) -> AttentionStore:
         pages = DevicePages.take(needs.shape, needs.pages_count, self.device)
@@ -115,3 +130,14 @@ class GpuPlatform:
 
     def new_registration(self, address: int, length_bytes: int) -> Registration:
         return HostRegistration(self._driver, address, length_bytes)
+
+
+def _main_stream() -> int:
+    """That of the steps: the one that torch launches in now."""
+    return torch.cuda.current_stream().cuda_stream
+
+
+def _queue_in(stream: Any) -> AbstractContextManager[object]:
+    """What torch and Triton launch inside goes into this stream of the driver."""
+    external: Any = torch.cuda.ExternalStream  # it has no types
+    return torch.cuda.stream(external(int(stream)))

@@ -1,5 +1,5 @@
 """What fills and the executor reach on this machine with the deployed experts: a short look before
-anything is served, so that the first table is not a guess."""
+anything is served, so that the first table is not a guess. Over the host's link or a GPU's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -44,6 +44,43 @@ class HostRates:
     source: str
 
 
+class MeasuredLink(Protocol):
+    """What fills slots; see `FillLink`."""
+
+    def submit(self, fills: torch.Tensor, fills_count: int) -> int: ...
+
+    def wait(self, ticket: int) -> None: ...
+
+    def is_done(self, ticket: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileLimits:
+    """layers_count: the first so many layers of the bank are filled and executed; slots_count: the
+    first so many slots are filled, of any content; budget_s: about what it takes at most."""
+
+    layers_count: int
+    slots_count: int = BURST_COUNT
+    budget_s: float = BUDGET_S
+
+
+def measure_rates(
+    mapped: MappedBank,
+    executor: Executor,
+    link: MeasuredLink,
+    limits: ProfileLimits,
+    *,
+    numerics: Numerics = "exact",
+    clock: Callable[[], float] = time.perf_counter,
+) -> HostRates:
+    """Fill and execute records of the pool, each alone and both at once: one burst of each kind at
+    least. InternalError where there is nothing to fill or no slot."""
+    if min(limits.layers_count, limits.slots_count, mapped.bank.experts_count) < 1:
+        raise InternalError(f"nothing can be measured with {limits}")
+    dispatch = CpuExpertDispatch(executor, mapped, numerics=numerics)
+    return _Bursts(mapped, dispatch, link, clock, limits).measure()
+
+
 def measure_host_rates(
     mapped: MappedBank,
     executor: Executor,
@@ -74,7 +111,8 @@ def measure_host_rates(
         pool.resize(BURST_COUNT)
         link = FillLink(mapped, pool, rate_bytes_per_s=rate_bytes_per_s)
         try:
-            return _Bursts(mapped, executor, link, numerics, clock, budget_s).measure()
+            limits = ProfileLimits(layers_count=bank.moe_layers_count, budget_s=budget_s)
+            return measure_rates(mapped, executor, link, limits, numerics=numerics, clock=clock)
         finally:
             link.close()
     finally:
@@ -82,24 +120,25 @@ def measure_host_rates(
 
 
 class _Bursts:
-    """Bursts that take turns over all records of the bank, so that most find them cold."""
+    """Bursts that take turns over all records that count, so that most find them cold."""
 
     def __init__(
         self,
         mapped: MappedBank,
-        executor: Executor,
-        link: FillLink,
-        numerics: Numerics,
+        dispatch: CpuExpertDispatch,
+        link: MeasuredLink,
         clock: Callable[[], float],
-        budget_s: float,
+        limits: ProfileLimits,
     ) -> None:
         self._bank = mapped.bank
-        self._dispatch = CpuExpertDispatch(executor, mapped, numerics=numerics)
+        self._dispatch = dispatch
         self._link = link
         self._clock = clock
-        self._deadline_s = clock() + budget_s
+        self._deadline_s = clock() + limits.budget_s
         self._next = 0
-        self._count = min(BURST_COUNT, self._bank.experts_per_layer_count)
+        per_layer = self._bank.experts_per_layer_count
+        self._experts_count = limits.layers_count * per_layer
+        self._count = min(BURST_COUNT, limits.slots_count, per_layer)
 
     def measure(self) -> HostRates:
         record_bytes = self._bank.record_bytes
@@ -139,11 +178,11 @@ class _Bursts:
         return statistics.median(seconds)
 
     def _place(self, count: int) -> tuple[int, int]:
-        """A layer and its first expert of `count` neighbours, the next of the whole bank."""
+        """A layer and its first expert of `count` neighbours, the next of all that count."""
         per_layer = self._bank.experts_per_layer_count
         if self._next % per_layer + count > per_layer:
             self._next += per_layer - self._next % per_layer
-        start = self._next % self._bank.experts_count
+        start = self._next % self._experts_count
         self._next += count
         return start // per_layer, start % per_layer
 

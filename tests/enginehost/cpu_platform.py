@@ -31,6 +31,7 @@ from freetokend.policy.eviction import default_order
 from tests.enginehost.local_engine import PLENTY, attach, new_pool
 from tests.experts.gpu.reference_ops import ReferenceOps
 from tests.support.device_model import DensePages, SmallShape
+from tests.support.late_transfers import LateTransfers
 from tests.support.recorded_graphs import RepeatingBackend
 
 
@@ -59,12 +60,14 @@ class CpuPlatform:
     """pinned_share: of the pool, what can be registered. Notes what was made."""
 
     name = "no GPU at all"
+    capability = (8, 6)
     pins = False
 
     def __init__(self, *, free_bytes: int = 4 << 30, pinned_share: float = 1.0) -> None:
         self.device = torch.device("cpu")
         self.copier: SlotCopier = HostCopier()
         self.backend = RepeatingBackend()
+        self.transfers = LateTransfers()
         self.registration: PinnedPart | None = None
         self.asked_attention = ""
         self._free_bytes, self._pinned_share = free_bytes, pinned_share
@@ -74,7 +77,8 @@ class CpuPlatform:
         return DeviceMemory(free_bytes=self._free_bytes, total_bytes=self._free_bytes)
 
     def synchronize(self) -> None:
-        """Nothing is queued."""
+        """Nothing is queued but transfers."""
+        self.transfers.synchronize()
 
     def new_arena(self, reserved_bytes: int) -> Arena:
         return HostArena(reserved_bytes)
@@ -92,6 +96,9 @@ class CpuPlatform:
 
     def new_fork(self, branch: CpuBranch, buffers: HostBuffers) -> CpuFork:
         return InlineFork(branch, buffers)
+
+    def new_transfers(self) -> LateTransfers:
+        return self.transfers
 
     def new_kv(self, needs: KvNeeds) -> AttentionStore:
         self.asked_attention = needs.asked

@@ -19,6 +19,7 @@ from freetokend.experts.gpu.dispatch import (
 from freetokend.experts.gpu.fill_kernel import fill_records
 from freetokend.experts.gpu.merge_kernel import merge_branches
 from freetokend.experts.gpu.slot_experts import SlotExperts
+from freetokend.experts.gpu.sweeps import SlotSweeps, SwitchedExperts
 from freetokend.experts.plan.triton_kernel import TritonPlanner
 from freetokend.experts.residency import ResidencyState
 from freetokend.kvcache.batch import KvBatch
@@ -32,8 +33,9 @@ from freetokend.tensor.state_dict_weights import StateDictWeights
 from tests.experts.gpu.bf16_banks import bf16_bank
 from tests.fakes.cuda_guard import pretend_cuda
 from tests.support.device_model import OnlyOn, SmallShape, random_weights
+from tests.support.late_transfers import LateTransfers
 
-SHAPE = SmallShape(page_tokens=16)
+SHAPE = SmallShape(layers=3, page_tokens=16)
 TOKENS, SLOTS_ADDRESS, BANK_ADDRESS = 12, 0x7E0000000000, 0x7F0000000000
 
 
@@ -52,7 +54,9 @@ class Elsewhere:
         raise AssertionError("not inside of a step")
 
 
-def new_dispatch(device: torch.device, fork: Elsewhere | None) -> CudaExpertDispatch:
+def new_dispatch(
+    device: torch.device, fork: Elsewhere | None
+) -> tuple[CudaExpertDispatch, SlotSweeps]:
     bank = bf16_bank(
         layers=SHAPE.layers, experts=SHAPE.experts, hidden=SHAPE.hidden, inter=SHAPE.inter
     ).mapped.bank
@@ -73,7 +77,7 @@ def new_dispatch(device: torch.device, fork: Elsewhere | None) -> CudaExpertDisp
         slots_address=SLOTS_ADDRESS,
         record_bytes=bank.record_bytes,
     )
-    return CudaExpertDispatch(
+    dispatch = CudaExpertDispatch(
         DispatchSpec(
             moe_layers_count=SHAPE.layers,
             experts_per_layer_count=SHAPE.experts,
@@ -92,6 +96,15 @@ def new_dispatch(device: torch.device, fork: Elsewhere | None) -> CudaExpertDisp
         lambda shape: TritonPlanner(state, shape, default_order(SHAPE.layers)),
         device,
     )
+    sweeps = SlotSweeps(
+        dispatch,
+        state,
+        fill,
+        LateTransfers(),
+        lambda shape: TritonPlanner(state, shape, default_order(SHAPE.layers)),
+    )
+    sweeps.set_slots(bank.experts_count)
+    return dispatch, sweeps
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
@@ -107,11 +120,12 @@ def test_prompts_and_single_tokens_never_wait_for_the_device(
         page_tokens=SHAPE.page_tokens,
     )
     with FakeTensorMode():
-        dispatch = new_dispatch(device, fork if hybrid else None)
+        dispatch, sweeps = new_dispatch(device, fork if hybrid else None)
+        experts = SwitchedExperts(dispatch, sweeps)
         program = CudaProgram(
             SHAPE.program(),
             StateDictWeights(random_weights(SHAPE.program(), device=device), torch.bfloat16),
-            dispatch,
+            experts,
             positions_count=64,
             device=device,
         )
@@ -136,4 +150,13 @@ def test_prompts_and_single_tokens_never_wait_for_the_device(
             names = ("cache_plan", "fill_records", "slot_experts_rows", "merge_branches")
             names += ("store_kv", f"attend_pages_{kind}")
             assert {f"freetokend::{name}" for name in names} <= mode.names
+            with experts.sweeping(), OnlyOn("cuda") as mode:
+                sweeps.prefetch(0)
+                for first, last in ((0, 9), (9, -1)):
+                    program.execute(step, store.view(batch), first=first, last=last)
+                logits = program.logits(step)
+            assert (tuple(logits.shape), logits.device) == ((3, SHAPE.vocab), device)
+            names = ("cache_reserve", "cache_release", "fill_records", "slot_experts_rows")
+            assert {f"freetokend::{name}" for name in names} <= mode.names
+            assert "freetokend::cache_plan" not in mode.names
     assert fork.begun_count == fork.joined_count == (2 * SHAPE.layers if hybrid else 0)

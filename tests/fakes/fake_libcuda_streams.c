@@ -3,8 +3,9 @@
  *
  * A node keeps what it has to wait for: the last work of its stream, and that of the events its
  * stream was told to wait for. A launch runs the nodes in an order that these waits alone allow:
- * first submitted first, or with fakeCudaRunLastFirst whatever may run and was submitted last. What
- * only happens to be submitted in the right order is then wrong. */
+ * first submitted first, or with fakeCudaRunLastFirst whatever may run and was submitted last, or
+ * with fakeCudaShuffle whatever may run. What only happens to be submitted in the right order is
+ * then wrong. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -50,8 +51,16 @@ static Stream streams[MOST_STREAMS];
 static Event events[MOST_EVENTS];
 static Graph graphs[MOST_GRAPHS];
 static int last_first;
+static uint64_t shuffle; /* 0: no */
 
 EXPORT void fakeCudaRunLastFirst(int yes) { last_first = yes; }
+EXPORT void fakeCudaShuffle(unsigned seed) { shuffle = seed; }
+
+/* The next number below a bound; Knuth's generator. */
+static int drawn_below(int bound) {
+  shuffle = shuffle * 6364136223846793005ull + 1442695040888963407ull;
+  return (int)((shuffle >> 33) % (uint64_t)bound);
+}
 
 static int contains(const NodeSet* set, int node) {
   return (int)(set->words[node / 64] >> (node % 64) & 1);
@@ -72,6 +81,7 @@ static int is_part(const NodeSet* set, const NodeSet* whole) {
 
 void reset_streams(void) {
   last_first = 0;
+  shuffle = 0;
   memset(streams, 0, sizeof streams);
   memset(events, 0, sizeof events);
   memset(graphs, 0, sizeof graphs);
@@ -234,6 +244,17 @@ EXPORT CUresult cuEventQuery(void* handle) {
   return event->graph == NULL ? CUDA_SUCCESS : refuse(CUDA_ERROR_NOT_READY);
 }
 
+EXPORT CUresult cuEventSynchronize(void* handle) {
+  ENTER(".");
+  const Event* event = event_of(handle);
+  if (event == NULL) return refuse(CUDA_ERROR_INVALID_HANDLE);
+  if (event->graph != NULL) {
+    event->graph->invalid = 1;
+    return refuse(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+  }
+  return CUDA_SUCCESS;
+}
+
 EXPORT CUresult cuStreamWaitEvent(void* stream_handle, void* handle, unsigned flags) {
   ENTER("%u", flags);
   Stream* stream = stream_of(stream_handle);
@@ -299,11 +320,11 @@ EXPORT CUresult cuGraphInstantiateWithFlags(void** executable, void* handle, uin
 
 /* One that waits for nothing which is not done. There is one: a node waits for earlier ones. */
 static int next_node(const Graph* graph, const NodeSet* done) {
-  int found = -1;
+  int found = -1, seen = 0;
   for (int i = 0; i < graph->nodes_count; ++i) {
     if (contains(done, i) || !is_part(&graph->nodes[i].after, done)) continue;
-    found = i;
-    if (!last_first) break;
+    if (shuffle == 0 || drawn_below(++seen) == 0) found = i;
+    if (!last_first && shuffle == 0) break;
   }
   return found;
 }

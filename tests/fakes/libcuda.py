@@ -85,6 +85,10 @@ class FakeLibcuda:
         """Whether a launched graph runs what was submitted last first, where its waits allow it."""
         self._library.fakeCudaRunLastFirst(int(yes))
 
+    def shuffle(self, seed: int) -> None:
+        """Have launched graphs run in orders of this seed that their waits allow; 0 ends that."""
+        self._library.fakeCudaShuffle(seed)
+
     @property
     def used_bytes(self) -> int:
         """Memory of allocations that are alive."""

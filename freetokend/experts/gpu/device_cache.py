@@ -12,6 +12,7 @@ from freetokend.core.cache_stats import CacheCounters, LayerCounters
 from freetokend.core.errors import Reason, ResourceError
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.gpu.dispatch import CudaExpertDispatch
+from freetokend.experts.gpu.sweeps import SlotSweeps
 from freetokend.experts.plan.contract import Stat
 from freetokend.experts.residency import NOT_RESIDENT
 from freetokend.experts.slot_checks import VerifyReport
@@ -42,17 +43,19 @@ class _Seen:
 
     totals: tuple[tuple[int, ...], ...]
     resident_count: int
+    streamed_count: int = 0
 
 
 class DeviceCache:
-    """Owns slots and registration; `dispatch` works with them. Called between steps, but for
-    `counters`."""
+    """Owns slots and registration; `dispatch` and `sweeps` work with them. Called between steps,
+    which may be two layers of a sweep, but for `counters`."""
 
     def __init__(
         self,
         mapped: MappedBank,
         pool: SlotPool,
         dispatch: CudaExpertDispatch,
+        sweeps: SlotSweeps,
         registration: Registration,
         *,
         least_slots: int,
@@ -64,6 +67,7 @@ class DeviceCache:
         self._mapped = mapped
         self._pool = pool
         self._dispatch = dispatch
+        self._sweeps = sweeps
         self._registration = registration
         self._least_slots: Final = least_slots
         self._synchronize = synchronize
@@ -81,6 +85,19 @@ class DeviceCache:
     def slots_capacity(self) -> int:
         """The most slots there can be."""
         return self._pool.slots_capacity
+
+    @property
+    def can_sweep(self) -> bool:
+        """Whether there is room for two layers, without which nothing is streamed ahead."""
+        return self._sweeps.can_sweep
+
+    def prefetch(self, moe_layer_index: int) -> None:
+        """Start streaming a layer that a sweep will come to."""
+        self._sweeps.prefetch(moe_layer_index)
+
+    def let_go(self) -> None:
+        """Free what is held for a sweep."""
+        self._sweeps.let_go()
 
     def register(self, bank_offset_bytes: int) -> bool:
         """Register the next part of the pool; False when there is nothing left to do.
@@ -115,15 +132,23 @@ class DeviceCache:
 
     def resize(self, slots_count: int) -> ResizeResult:
         """Have exactly this many slots; errors as of `SlotPool.resize`, and ResourceError for fewer
-        than a step needs."""
+        than a step needs.
+
+        Also between two layers of a sweep: what is on its way is waited for, and its slots become
+        the first to go.
+        """
         if slots_count < self._least_slots:
             raise ResourceError(
                 f"a cache whose misses are all filled needs {self._least_slots} slots or more, "
                 f"not {slots_count}: one token's experts.",
                 reason=Reason.DEVICE_MEMORY,
             )
+        self._sweeps.let_go()
         self._synchronize()
-        result = self._pool.resize(slots_count)
+        try:
+            result = self._pool.resize(slots_count)
+        finally:
+            self._sweeps.set_slots(self._pool.slots_count)
         self.note_step()
         return result
 
@@ -138,17 +163,25 @@ class DeviceCache:
         self._pool.check_integrity()
 
     def note_step(self) -> None:
-        """After a step: InternalError when it is void; else keep what it counted."""
+        """After a step or a sweep: InternalError when it is void; else keep what it counted."""
         self._dispatch.check()
         resident = (self._pool.state.slot_of_expert != NOT_RESIDENT).sum().view(1)
-        told = torch.cat((self._dispatch.totals.flatten(), resident)).cpu()
-        totals = told[:-1].view(self._dispatch.totals.shape).tolist()
-        self._seen = _Seen(totals=tuple(map(tuple, totals)), resident_count=int(told[-1]))
+        counted = (self._dispatch.totals, self._sweeps.totals)
+        told = torch.cat((*(one.flatten() for one in counted), resident)).cpu()
+        steps_count = self._dispatch.totals.numel()
+        swept = told[steps_count:-1].view(self._sweeps.totals.shape).tolist()
+        stepped = told[:steps_count].view(self._dispatch.totals.shape).tolist()
+        self._sweeps.check(swept)
+        self._seen = _Seen(
+            totals=tuple(map(tuple, stepped)),
+            resident_count=int(told[-1]),
+            streamed_count=sum(row[Stat.FILLS] for row in swept),
+        )
 
     def counters(self) -> CacheCounters:
         """From any thread: as of the last step."""
         seen, record_bytes = self._seen, self._pool.record_bytes
-        fills_count = sum(row[Stat.FILLS] for row in seen.totals)
+        fills_count = seen.streamed_count + sum(row[Stat.FILLS] for row in seen.totals)
         return CacheCounters(
             slots_count=self.slots_count,
             slots_capacity=self.slots_capacity,
@@ -168,12 +201,13 @@ class DeviceCache:
             ),
             fills_count=fills_count,
             fill_bytes=fills_count * record_bytes,
+            streamed_count=seen.streamed_count,
         )
 
     @property
     def executions_count(self) -> int:
         """(token, expert) pairs, wherever they were computed; as of the last step."""
-        return sum(row[Stat.PAIRS] for row in self._seen.totals)
+        return self._sweeps.pairs_count + sum(row[Stat.PAIRS] for row in self._seen.totals)
 
     def close(self) -> None:
         """Give slots and registration back; no step may run any more."""

@@ -135,6 +135,7 @@ class CudaExpertDispatch:
         """Every layer can be filled, and every miss is until `set_fill_counts`."""
         if spec.least_slots < 1 or spec.tokens_capacity < 1:
             raise InternalError(f"no step can be computed with {spec}")
+        self.spec: Final = spec
         self._spec = spec
         self._ops = ops
         self._make_planner = make_planner
@@ -144,6 +145,7 @@ class CudaExpertDispatch:
         self._chosen_tokens = self._full((1,), 0)
         self._step_tokens = 0
         self.fillable: Final = self._full((layers,), 1)
+        self.fillable_layers: tuple[bool, ...] = (True,) * layers
         fill_all = torch.arange(experts + 1, dtype=torch.int32, device=device)
         self.fill_counts: Final = fill_all.repeat(layers, spec.buckets_count, 1)
         self.totals: Final = torch.zeros(layers, len(Stat), dtype=torch.int64, device=device)
@@ -177,6 +179,12 @@ class CudaExpertDispatch:
         if len(fillable) != self._spec.moe_layers_count:
             raise InternalError(f"{len(fillable)} flags for {self._spec.moe_layers_count} layers")
         self.fillable.copy_(torch.tensor(fillable, dtype=torch.int32))
+        self.fillable_layers = tuple(fillable)
+
+    @property
+    def has_cpu(self) -> bool:
+        """Whether the CPU executes what has no slot."""
+        return self._ops.fork is not None
 
     def prepare(self, tokens_count: int) -> None:
         """Make what a step of so many rows needs, before it is captured."""
@@ -223,6 +231,28 @@ class CudaExpertDispatch:
         if self._ops.fork is not None:
             self._ops.fork.join()
         return self._ops.merge(y_gpu, y_cpu, served)
+
+    def dispatch_placed(
+        self,
+        moe_layer_index: int,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        physical: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `dispatch`, of rows that all count and pairs whose places are known: physical int32
+        [T, k], slots, or CPU in layers that cannot be filled. No more rows than a step has."""
+        rows_count = x.shape[0]
+        y_gpu, y_cpu = (one.narrow(0, 0, rows_count) for one in self._y.unbind(0))
+        fork = None if self.fillable_layers[moe_layer_index] else self._ops.fork
+        if fork is not None:
+            tokens = self._chosen_tokens.fill_(rows_count)
+            work = self._cpu_work(x, expert_ids, physical, weights, tokens)
+            fork.begin(moe_layer_index, work, y_cpu)
+        self._ops.slots(x, physical, weights, y_gpu)
+        if fork is not None:
+            fork.join()
+        return self._ops.merge(y_gpu, y_cpu, physical)
 
     def check(self) -> None:
         """After a step, when the device has been waited for: InternalError when it is void.
