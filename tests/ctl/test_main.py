@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -114,8 +116,6 @@ def test_no_verb_but_the_offline_ones_imports_arrays_or_tensors(
 async def test_a_status_imports_nothing_that_it_does_not_use(
     environment: dict[str, str], plane: ControlPlane
 ) -> None:
-    import asyncio
-
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", IMPORTED, "status"),
         stdout=asyncio.subprocess.PIPE,
@@ -149,8 +149,6 @@ def test_a_module_that_waits_for_its_use_is_itself_then() -> None:
 async def test_a_reader_that_stops_is_no_error(
     environment: dict[str, str], plane: ControlPlane
 ) -> None:
-    import asyncio
-
     process = await asyncio.create_subprocess_shell(
         f"set -o pipefail; {sys.executable} -m freetokend.ctl top --interval 0.1 | head -1",
         stdout=asyncio.subprocess.PIPE,
@@ -167,7 +165,6 @@ async def test_a_reader_that_stops_is_no_error(
 async def test_top_redraws_in_place_on_a_terminal(
     environment: dict[str, str], plane: ControlPlane
 ) -> None:
-    import asyncio
     import pty
 
     main_fd, terminal_fd = pty.openpty()
@@ -187,26 +184,28 @@ async def test_top_redraws_in_place_on_a_terminal(
 
 
 async def test_status_takes_little_time(environment: dict[str, str], plane: ControlPlane) -> None:
-    """CPU time, which a busy machine stretches less than the clock on the wall."""
-    import asyncio
-
-    best_s = float("inf")
+    """CPU time, and beside it that of gRPC's import: a shared core stretches both."""
+    command, bare = (sys.executable, "-m", "freetokend.ctl", "status"), "import grpc.aio"
+    best_s = bare_s = float("inf")
     for _ in range(20):
-        before = os.times()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "freetokend.ctl", "status"),
-            stdout=asyncio.subprocess.DEVNULL,
-            env=environment,
-        )
-        assert await process.wait() == 0
-        after = os.times()
-        spent_s = (after.children_user + after.children_system) - (
-            before.children_user + before.children_system
-        )
-        best_s = min(best_s, spent_s)
+        bare_s = min(bare_s, await cpu_time_s((sys.executable, "-c", bare), environment))
+        best_s = min(best_s, await cpu_time_s(command, environment))
         if best_s <= 0.15:
             break
-    assert best_s <= 0.2
+    assert best_s <= max(0.2, 1.5 * bare_s)
+
+
+async def cpu_time_s(command: Sequence[str], environment: dict[str, str]) -> float:
+    """What a process takes that has to end well."""
+    before = os.times()
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.DEVNULL, env=environment
+    )
+    assert await process.wait() == 0
+    after = os.times()
+    return (after.children_user + after.children_system) - (
+        before.children_user + before.children_system
+    )
 
 
 def test_the_parser_can_be_walked() -> None:
