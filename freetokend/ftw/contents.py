@@ -87,10 +87,10 @@ class DenseError:
 class Quantisation:
     """Where the formats come from.
 
-    scheme: how the checkpoint was quantised ("none", or the name its configuration has for it);
-    experts_from: weight format that the experts had there; layer_errors: of every MoE layer when
-    the converter quantised the experts itself, none when they were packed as they were;
-    dense_errors: of every layer of which it quantised other linear layers.
+    scheme: how the checkpoint's matrices were quantised ("none" when they were plain, whatever it
+    says of itself); experts_from: weight format that the experts had there; layer_errors: of every
+    MoE layer when the converter quantised the experts itself, none when they were packed as they
+    were; dense_errors: of every layer of which it quantised other linear layers.
     """
 
     scheme: str

@@ -36,7 +36,7 @@ from freetokend.ftw.index import read_index
 from freetokend.ftw.journal import Journal, Progress, Task, finished_bytes, read_progress
 from freetokend.ftw.layer_errors import ErrorLedger
 from freetokend.ftw.layout import BLOCK_BYTES, TensorEntry, plan_region
-from freetokend.ftw.model import ModelSource, Wanted, scheme_name
+from freetokend.ftw.model import ModelSource, Wanted
 from freetokend.ftw.pieces import MadePiece, Piece, make_piece, region_pieces, same_values
 from freetokend.ftw.quantise import QUANTISER_VERSION
 from freetokend.ftw.schemes.registry import open_scheme
@@ -118,7 +118,8 @@ class _Conversion:
         wanted: Wanted,
     ) -> None:
         self._checkpoint = checkpoint
-        self._source = ModelSource(checkpoint, open_scheme(checkpoint), wanted)
+        self._scheme = open_scheme(checkpoint)
+        self._source = ModelSource(checkpoint, self._scheme, wanted)
         self._plan = plan_region(
             [spec for spec, _ in self._source.tensors],
             self._source.bank_spec(),
@@ -152,6 +153,7 @@ class _Conversion:
         """Convert, within the lock of the target."""
         self._check_duplicate_head()
         done = self._resume()
+        self._say_plain()
         self._say_ignored()
         self._errors = ErrorLedger(done.errors)
         self._target.check_space(
@@ -206,6 +208,15 @@ class _Conversion:
         self._progress(
             ConvertProgress(done_bytes=done_bytes, total_bytes=self._plan.region_bytes, note=note)
         )
+
+    def _say_plain(self) -> None:
+        said = self._checkpoint.gguf_values is None and self._scheme.name != "none"
+        if said and self._source.scheme_name == "none":
+            self._say(
+                0,
+                f"the checkpoint calls itself {self._scheme.name}, but none of its matrices is "
+                f"quantised: they are converted as the plain ones that they are.",
+            )
 
     def _say_ignored(self) -> None:
         ignored = self._source.ignored
@@ -273,7 +284,7 @@ class _Conversion:
         layers = (None, *range(self._source.config.layers_count))
         dense = (self._errors.dense(layer) for layer in layers)
         return Quantisation(
-            scheme=scheme_name(self._checkpoint.config),
+            scheme=self._source.scheme_name,
             experts_from=str(self._source.experts_from),
             layer_errors=tuple(error for error in errors if error is not None),
             dense_errors=tuple(error for error in dense if error is not None),

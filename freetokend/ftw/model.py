@@ -6,8 +6,7 @@ byte is written.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Final
@@ -50,7 +49,6 @@ from freetokend.ftw.sources import (
 CONVERTIBLE_DTYPES: Final = ("BF16", "F16", "F32")
 _MAX_EXPERTS_COUNT: Final = 1_000_000
 _SHOWN_COUNT: Final = 5
-_SCHEME_NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +106,7 @@ class ModelSource:
         self._scheme = scheme
         self._wanted = wanted
         self._plain: set[str] = set()
+        self._is_quantised = False
         self._sizes = rule_sizes(self.config)
         self._moe_layers = frozenset(self.config.moe_layer_indices)
         self._naming = self._expert_naming()
@@ -124,6 +123,11 @@ class ModelSource:
     def consumed(self) -> set[str]:
         """Names, as the files have them, of all source tensors that were used."""
         return self._plain | self._scheme.consumed
+
+    @property
+    def scheme_name(self) -> str:
+        """Of what the matrices are quantised in; "none" when they are plain, whatever is said."""
+        return self._scheme.name if self._is_quantised else "none"
 
     @property
     def requantises(self) -> bool:
@@ -199,7 +203,8 @@ class ModelSource:
             config.hidden_size,
             config.expert_size,
         )
-        if isinstance(self._scheme, GptOssScheme):
+        if isinstance(self._scheme, GptOssScheme) and self._scheme.has_expert(prefix):
+            self._is_quantised = True
             found = self._scheme.expert(prefix, expert, experts=count, hidden=hidden, inner=inner)
             return ExpertSource(
                 gate=found.gate,
@@ -354,7 +359,11 @@ class ModelSource:
     def _matrix(self, name: str, shape: tuple[int, ...]) -> MatrixSource:
         """The matrix as the checkpoint has it, quantised or plain."""
         rows, columns = shape
-        return self._scheme.matrix(name, rows, columns) or self._rows(name, shape)
+        found = self._scheme.matrix(name, rows, columns)
+        if found is None:
+            return self._rows(name, shape)
+        self._is_quantised |= found.format != BF16
+        return found
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> PlainMatrix:
         return PlainMatrix(
@@ -432,19 +441,9 @@ class ModelSource:
         return tuple(sorted(ignored))
 
 
-def scheme_name(config: Mapping[str, object]) -> str:
-    """What a configuration calls the way its checkpoint is quantised; "none" when it does not."""
-    section = config.get("quantization_config")
-    method = section.get("quant_method") if isinstance(section, Mapping) else None
-    if isinstance(method, str) and _SCHEME_NAME.fullmatch(method):
-        return method
-    return "none"
-
-
 __all__ = [
     "CONVERTIBLE_DTYPES",
     "ExpertSource",
     "ModelSource",
     "Wanted",
-    "scheme_name",
 ]

@@ -18,7 +18,12 @@ from typing import Final
 import numpy as np
 
 from freetokend.core.errors import ModelDataError, Reason
-from freetokend.core.quantization_config import Coding, QuantizationConfig, StoredWeights
+from freetokend.core.quantization_config import (
+    Coding,
+    QuantizationConfig,
+    QuantScheme,
+    StoredWeights,
+)
 from freetokend.ftw.checkpoint import Checkpoint
 from freetokend.ftw.matrix import MatrixSource
 from freetokend.ftw.safetensors import SourceTensor
@@ -44,6 +49,8 @@ class CompressedTensorsScheme(PlainScheme):
 
     Which one a module has is told by its tensors: their names, types and shapes.
     """
+
+    name = QuantScheme.COMPRESSED_TENSORS.value
 
     def __init__(self, checkpoint: Checkpoint, config: QuantizationConfig) -> None:
         super().__init__(checkpoint)

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from freetokend.core.quantization_config import QuantScheme
 from freetokend.ftw.checkpoint import Checkpoint
 from freetokend.ftw.formats import (
     FP8_BLOCK_COLUMNS,
@@ -73,6 +74,8 @@ def open_fp8(parts: Parts, name: str, scale: str, rows: int, columns: int) -> Fp
 
 class Fp8Scheme(PlainScheme):
     """A checkpoint with fp8 matrices; every other tensor is plain."""
+
+    name = QuantScheme.FP8.value
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)

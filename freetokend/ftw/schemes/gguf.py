@@ -113,6 +113,8 @@ class GgufSource:
 class GgufScheme:
     """See `Scheme`. ModelDataError when metadata and config.json contradict each other."""
 
+    name: str = "gguf"
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.consumed: set[str] = set()

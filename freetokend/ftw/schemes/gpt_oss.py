@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from freetokend.core.errors import ModelDataError
+from freetokend.core.quantization_config import QuantScheme
 from freetokend.ftw.checkpoint import Checkpoint
 from freetokend.ftw.formats import Kind, parse_format
 from freetokend.ftw.matrix import F32, MatrixSource
@@ -59,12 +60,23 @@ class BiasedExpert:
 
 
 class GptOssScheme(PlainScheme):
-    """A checkpoint with gpt-oss's routed experts; every other tensor is plain."""
+    """A checkpoint with gpt-oss's routed experts; every other tensor is plain.
+
+    Experts may be plain in it too, as they are where somebody saved what the codes mean.
+    """
+
+    name = QuantScheme.MXFP4.value
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         self._parts = Parts(checkpoint)
         self.consumed = self._parts.consumed
+
+    def has_expert(self, prefix: str) -> bool:
+        """Whether experts are in mxfp4. prefix: as of `expert`."""
+        return self._parts.has(prefix + "gate_up_proj_blocks") or not self.has(
+            prefix + "gate_up_proj"
+        )
 
     def expert(
         self, prefix: str, expert: int, *, experts: int, hidden: int, inner: int

@@ -29,6 +29,7 @@ class GptqScheme(PlainScheme):
 
     def __init__(self, checkpoint: Checkpoint, config: QuantizationConfig) -> None:
         super().__init__(checkpoint)
+        self.name = config.scheme.value
         self._parts = Parts(checkpoint)
         self.consumed = self._parts.consumed
         (self._stored,) = config.weights

@@ -11,7 +11,7 @@ from typing import Final
 
 from freetokend.core.config_fields import ConfigFields
 from freetokend.core.errors import ModelDataError, Reason
-from freetokend.core.quantization_config import QuantizationConfig, parse_modelopt
+from freetokend.core.quantization_config import QuantizationConfig, QuantScheme, parse_modelopt
 from freetokend.ftw.checkpoint import Checkpoint
 from freetokend.ftw.matrix import MatrixSource
 from freetokend.ftw.reader import read_json_object
@@ -54,6 +54,8 @@ def refuse_unknown_producer(checkpoint: Checkpoint) -> None:
 
 class ModelOptScheme(PlainScheme):
     """A checkpoint with ModelOpt's NVFP4 matrices; every other tensor is plain."""
+
+    name = QuantScheme.MODELOPT.value
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)

@@ -13,9 +13,14 @@ class Scheme(Protocol):
     """A checkpoint seen through its quantisation scheme.
 
     Names are those of a Hugging Face checkpoint in full precision (`....gate_proj.weight`).
+    name: of the scheme, "none" for a checkpoint that does not say that it is quantised; whether a
+    matrix is, its tensors tell.
     consumed: names, as the files have them, of tensors that quantised matrices took; those of
     plain tensors are the caller's to count (`SourceTensor.name`).
     """
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def consumed(self) -> set[str]: ...
@@ -43,6 +48,8 @@ class Scheme(Protocol):
 
 class PlainScheme:
     """A checkpoint that is not quantised."""
+
+    name: str = "none"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tensors = checkpoint.tensors

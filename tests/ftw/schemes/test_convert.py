@@ -125,6 +125,7 @@ def test_safetensors(name: str, tmp_path: Path) -> None:
     for dense in values:
         if ".experts." not in dense:
             assert index.tensors[dense].dtype == case.format
+    assert index.quantisation.scheme == case.config["quant_method"]
     check_contents(tmp_path / "model", values, case.format)
 
 
