@@ -189,6 +189,7 @@ class _Builder:
             executions=lambda: cache.executions_count,
             finished_ops=lambda: made.runner.finished_count + made.sweep_runner.finished_count,
             backend=made.backend,
+            taps=RoutingTaps(steps=made.taps.steps, sweeps=made.taps.sweeps),
             sweeps=SweepLimits(from_tokens=made.sweep_from_tokens, tokens=sweep_tokens),
         )
         return replace(

@@ -24,6 +24,7 @@ from freetokend.experts.bank import MappedBank
 from freetokend.experts.cpu import bank_experts
 from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, StreamFork
 from freetokend.experts.gpu.device_cache import DeviceCache, NotingRunner
+from freetokend.experts.gpu.device_tap import DeviceTap
 from freetokend.experts.gpu.dispatch import (
     BranchOps,
     CudaExpertDispatch,
@@ -80,6 +81,14 @@ class CudaInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedTaps:
+    """Where the choice of experts is seen."""
+
+    steps: DeviceTap
+    sweeps: DeviceTap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CudaEngine:
     """runner, sweep_runner: steps and sweeps of the model over `kv`, logits on the host.
     sweep_from_tokens 0: never sweep."""
@@ -87,6 +96,7 @@ class CudaEngine:
     runner: NotingRunner
     sweep_runner: SweptProgram
     sweep_from_tokens: int
+    taps: RoutedTaps
     kv: KvStore
     cache: DeviceCache
     plan: VramPlan
@@ -222,8 +232,16 @@ class _Parts:
             platform.device,
         )
         self._transfers = platform.new_transfers()
+        self._taps = RoutedTaps(
+            steps=DeviceTap(pinned=platform.pins), sweeps=DeviceTap(pinned=platform.pins)
+        )
         self._sweeps = SlotSweeps(
-            self._dispatch, self._pool.state, self._ops.fill, self._transfers, make_planner
+            self._dispatch,
+            self._pool.state,
+            self._ops.fill,
+            self._transfers,
+            make_planner,
+            tap=self._taps.sweeps,
         )
         self._experts = SwitchedExperts(self._dispatch, self._sweeps)
         self._cache = DeviceCache(
@@ -282,9 +300,8 @@ class _Parts:
         )
         attention = self._platform.new_kv(needs)
         program = self._program(plan)
-        runner = NotingRunner(
-            self._graphed(program, plan, attention.store), self._cache, inputs.executor
-        )
+        graphed = self._graphed(program, plan, attention.store)
+        runner = NotingRunner(graphed, self._cache, inputs.executor, queued=self._tap_step)
         asked = inputs.settings.backend
         how = "it is asked for" if asked != "auto" else "a GPU is there"
         return CudaEngine(
@@ -298,6 +315,7 @@ class _Parts:
                 device=self._platform.device,
             ),
             sweep_from_tokens=self._sweep_from(profile, measured),
+            taps=self._taps,
             kv=attention.store,
             cache=self._cache,
             plan=plan,
@@ -356,6 +374,11 @@ class _Parts:
             begin_step=self._begin_step,
             device=self._platform.device,
         )
+
+    def _tap_step(self) -> None:
+        if self._taps.steps.is_on:
+            for layer, expert_ids in self._dispatch.routed_rows():
+                self._taps.steps.keep(layer, expert_ids)
 
     def _begin_step(self, tokens_count: int) -> None:
         self._sweeps.join()

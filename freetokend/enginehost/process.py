@@ -45,7 +45,6 @@ from freetokend.enginehost.trace_control import (
     TraceCommands,
     Traced,
     no_experts,
-    no_tap,
     trace_source,
 )
 from freetokend.ftw.reader import FtwDirectory
@@ -348,10 +347,8 @@ class _Host:
 def _traced(directory: FtwDirectory, built: BuiltEngine) -> Traced | FreetokenError:
     """What can be recorded, or why nothing can."""
     bank = directory.index.expert_bank
-    if not bank.experts_count:
+    if not bank.experts_count or built.taps is None:
         return no_experts()
-    if built.taps is None:
-        return no_tap(built.device_name or built.device)
     return Traced(
         taps=built.taps,
         shape=TraceShape(

@@ -222,15 +222,6 @@ def no_experts() -> FreetokenError:
     )
 
 
-def no_tap(device: str) -> FreetokenError:
-    """For an engine whose steps nobody listens to."""
-    return FreetokenError(
-        f"steps on {device} are computed without the CPU seeing what they choose, so that nothing "
-        'can be recorded; record with engine.device = "none" or "host": the choices are the same',
-        reason=Reason.DEVICE_UNUSABLE,
-    )
-
-
 def trace_source(index: FtwIndex) -> str:
     """Which weights a trace is of: names of the model's kind and files, nothing of its use."""
     return f"{index.architecture} {index.identity[:16]}, experts {index.expert_bank.format}"

@@ -221,10 +221,19 @@ class NotingRunner:
     """A TokenRunner over logits of a device: `executor` chooses, after the cache has noted the
     step."""
 
-    def __init__(self, program: StepRunner, cache: DeviceCache, executor: Executor) -> None:
+    def __init__(
+        self,
+        program: StepRunner,
+        cache: DeviceCache,
+        executor: Executor,
+        *,
+        queued: Callable[[], None] = lambda: None,
+    ) -> None:
+        """queued: is called when a step is queued, before it is waited for."""
         self._program = program
         self._cache = cache
         self._executor = executor
+        self._queued = queued
         self._finished_count = 0
 
     @property
@@ -238,7 +247,9 @@ class NotingRunner:
 
     def choose(self, step: StepInput, kv: KvView) -> ChosenTokens:
         """As of `TokenRunner`. InternalError for a step that is void."""
-        logits = self._program.forward(step, kv).cpu()
+        there = self._program.forward(step, kv)
+        self._queued()
+        logits = there.cpu()
         self._cache.note_step()
         chosen = sample_logits(self._executor, logits, step.sampling)
         self._finished_count += 1

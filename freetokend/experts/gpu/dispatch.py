@@ -107,13 +107,15 @@ class DispatchSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lane:
-    """Calls of one padded number of rows. routed, served: int32 [rows, k]."""
+    """Calls of one padded number of rows. routed: int32 [layers, rows, k]; served, and pending,
+    which later rounds have of a layer: int32 [rows, k]."""
 
     rows_count: int
     rounds_count: int
     planner: CachePlanner
     outputs: PlanOutputs
     routed: torch.Tensor
+    pending: torch.Tensor
     served: torch.Tensor
 
 
@@ -144,6 +146,7 @@ class CudaExpertDispatch:
         self.valid_tokens: Final = self._full((1,), 0)
         self._chosen_tokens = self._full((1,), 0)
         self._step_tokens = 0
+        self._calls: list[tuple[int, int]] = []
         self.fillable: Final = self._full((layers,), 1)
         self.fillable_layers: tuple[bool, ...] = (True,) * layers
         fill_all = torch.arange(experts + 1, dtype=torch.int32, device=device)
@@ -162,6 +165,7 @@ class CudaExpertDispatch:
                 f"a step of {tokens_count} tokens; at most {self._spec.tokens_capacity} fit"
             )
         self._step_tokens = tokens_count
+        self._calls.clear()
         self.valid_tokens.fill_(tokens_count)
 
     def set_fill_counts(self, moe_layer_index: int, table: Sequence[Sequence[int]]) -> None:
@@ -208,8 +212,11 @@ class CudaExpertDispatch:
         if rows_count < self._step_tokens:
             valid_tokens = self._chosen_tokens.fill_(rows_count)
         lane = self._lane(rows_count)
-        routed = lane.routed.narrow(0, 0, rows_count)
+        self._calls.append((moe_layer_index, rows_count))
+        routed = lane.routed.select(0, moe_layer_index).narrow(0, 0, rows_count)
         routed.copy_(expert_ids)
+        if lane.rounds_count > 1:
+            lane.pending.copy_(lane.routed.select(0, moe_layer_index))
         y_gpu, y_cpu = (one.narrow(0, 0, rows_count) for one in self._y.unbind(0))
         served = lane.served.narrow(0, 0, rows_count)
         for round_index in range(lane.rounds_count):
@@ -227,10 +234,28 @@ class CudaExpertDispatch:
             else:
                 served.copy_(physical)
             if round_index + 1 < lane.rounds_count:
-                lane.routed.masked_fill_(lane.outputs.physical != DEFERRED, -1)
+                lane.pending.masked_fill_(lane.outputs.physical != DEFERRED, -1)
         if self._ops.fork is not None:
             self._ops.fork.join()
         return self._ops.merge(y_gpu, y_cpu, served)
+
+    def routed_rows(self) -> list[tuple[int, torch.Tensor]]:
+        """Layer by layer what the rows of the last step that count have chosen: int32 [t, k], good
+        until the next step.
+
+        A step that replayed a graph has not come by here: its layers have all of its rows.
+        """
+        layers = range(self._spec.moe_layers_count)
+        calls = self._calls or [(layer, self._step_tokens) for layer in layers]
+        return [
+            (
+                layer,
+                self._lane(rows_count)
+                .routed.select(0, layer)
+                .narrow(0, 0, min(rows_count, self._step_tokens)),
+            )
+            for layer, rows_count in calls
+        ]
 
     def dispatch_placed(
         self,
@@ -275,8 +300,9 @@ class CudaExpertDispatch:
         self, lane: _Lane, moe_layer_index: int, round_index: int, valid_tokens: torch.Tensor
     ) -> torch.Tensor:
         """int32 [rows, k] of the lane: the slot of each pair, once it is filled."""
+        whole = lane.rounds_count == 1
         inputs = PlanInputs(
-            routed=lane.routed,
+            routed=lane.routed.select(0, moe_layer_index) if whole else lane.pending,
             valid_tokens=valid_tokens,
             fillable=self.fillable,
             fill_count=self.fill_counts.select(0, moe_layer_index),
@@ -318,7 +344,8 @@ class CudaExpertDispatch:
             rounds_count=1 if has_cpu else self._spec.rounds_count(rows_count),
             planner=self._make_planner(shape),
             outputs=PlanOutputs.empty(shape, self._device),
-            routed=self._full(routed, -1),
+            routed=self._full((self._spec.moe_layers_count, *routed), -1),
+            pending=self._full(routed, -1),
             served=self._full(routed, -1),
         )
 

@@ -16,6 +16,7 @@ import torch
 
 from freetokend.core.errors import InternalError
 from freetokend.experts.cache import default_kept_share
+from freetokend.experts.gpu.device_tap import DeviceTap
 from freetokend.experts.gpu.dispatch import CudaExpertDispatch, FillRecords
 from freetokend.experts.gpu.transfers import Transfers
 from freetokend.experts.plan.contract import (
@@ -46,13 +47,16 @@ class SlotSweeps:
         fill: FillRecords,
         transfers: Transfers,
         make_planner: Callable[[PlanShape], CachePlanner],
+        *,
+        tap: DeviceTap | None = None,
     ) -> None:
-        """No slots yet: `set_slots`."""
+        """No slots yet: `set_slots`. tap: sees what sweeps choose."""
         spec = self._spec = steps.spec
         self._steps = steps
         self._state = state
         self._fill = fill
         self._transfers = transfers
+        self._tap = tap
         device = state.slot_of_expert.device
         shape = spec.plan_shape(1, cpu_kernel=steps.has_cpu)
         self._planner = make_planner(shape)
@@ -147,6 +151,8 @@ class SlotSweeps:
         Where a resize has left no room for two layers: as steps do it, on demand.
         """
         require_int32("expert_ids", expert_ids, (x.shape[0], self._spec.top_k))
+        if self._tap is not None:
+            self._tap.keep(moe_layer_index, expert_ids)
         streams = self.can_sweep
         if streams:
             self._hold(moe_layer_index)

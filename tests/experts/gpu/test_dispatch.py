@@ -121,6 +121,29 @@ def test_addresses_stay_from_step_to_step_and_over_a_resize(life: Life) -> None:
         assert addresses() == before
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_what_rows_chose_is_there_after_a_step_also_after_a_replay(*, offloads: bool) -> None:
+    life = Life.begin(NativePlanner, offloads=offloads)
+    life.pool.resize(2)
+    draw = torch.Generator().manual_seed(1)
+    ids = [torch.randint(EXPERTS, (4, TOP_K), generator=draw).int() for _ in range(LAYERS)]
+    x, weights = torch.ones(4, HIDDEN).bfloat16(), torch.ones(4, TOP_K)
+    life.dispatch.begin_step(3)
+    life.dispatch.dispatch(0, x, ids[0], weights)
+    life.dispatch.dispatch(1, x[:2], ids[1][:2], weights[:2])  # those that want logits
+    rows = life.dispatch.routed_rows()
+    assert [layer for layer, _ in rows] == [0, 1]
+    assert torch.equal(rows[0][1], ids[0][:3])
+    assert torch.equal(rows[1][1], ids[1][:2])
+    for layer in range(LAYERS):
+        life.dispatch.dispatch(layer, x, ids[layer], weights)
+    life.dispatch.begin_step(3)  # a graph of four rows does the same without a word
+    replayed = life.dispatch.routed_rows()
+    assert [layer for layer, _ in replayed] == [0, 1]
+    assert all(torch.equal(found, ids[layer][:3]) for layer, found in replayed)
+    life.end()
+
+
 def test_what_does_not_fit_is_refused(life: Life) -> None:
     dispatch = life.dispatch
     calls: tuple[tuple[Callable[[], None], str], ...] = (
