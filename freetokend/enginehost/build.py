@@ -201,7 +201,7 @@ class _Builder:
                 layer_runs=made.layer_runs,
                 fill_rate_source=made.fill_rate_source,
             ),
-            kernel=f"triton with {built.kernel}",
+            kernel=f"{made.kernels} with {built.kernel}",
             device=Device.CUDA.value,
             device_name=platform.name,
         )

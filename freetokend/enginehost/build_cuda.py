@@ -18,6 +18,7 @@ from freetokend.engine.graphs import GraphedProgram, GraphSpec
 from freetokend.engine.swept_program import SweptProgram
 from freetokend.enginehost.backend import BackendChoice
 from freetokend.enginehost.build_cache import layer_runs
+from freetokend.enginehost.cuda_kernels import SlotKernels, slot_kernels
 from freetokend.enginehost.cuda_platform import CudaPlatform, KvNeeds
 from freetokend.enginehost.cuda_profile import SlotProfile, SlotRates
 from freetokend.experts.bank import MappedBank
@@ -91,7 +92,7 @@ class RoutedTaps:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaEngine:
     """runner, sweep_runner: steps and sweeps of the model over `kv`, logits on the host.
-    sweep_from_tokens 0: never sweep."""
+    sweep_from_tokens 0: never sweep. kernels: names of those that execute what is in slots."""
 
     runner: NotingRunner
     sweep_runner: SweptProgram
@@ -102,6 +103,7 @@ class CudaEngine:
     plan: VramPlan
     backend: BackendChoice
     layer_runs: tuple[LayerRun, ...]
+    kernels: str
     fill_rate_source: str
 
 
@@ -168,10 +170,11 @@ def q_heads_count(inputs: CudaInputs) -> int:
 def build_cuda(inputs: CudaInputs, platform: CudaPlatform, *, hybrid: bool) -> CudaEngine:
     """hybrid: the CPU executes what is not filled. ConfigError and ResourceError name the key."""
     overrides = parse_layers(inputs.settings.layers, inputs.index.expert_bank.moe_layers_count)
+    kernels = slot_kernels(inputs.index.expert_bank.format, platform.capability)
     plan = plan_device(inputs, platform)
     parts = _Parts(inputs, platform, hybrid=hybrid, overrides=overrides)
     try:
-        return parts.engine(plan)
+        return parts.engine(plan, kernels)
     except BaseException:
         parts.close()
         raise
@@ -258,7 +261,7 @@ class _Parts:
     def close(self) -> None:
         self._cache.close()
 
-    def engine(self, plan: VramPlan) -> CudaEngine:
+    def engine(self, plan: VramPlan, kernels: SlotKernels) -> CudaEngine:
         inputs, bank = self._inputs, self._inputs.index.expert_bank
         while self._cache.register(bank.offset_bytes):
             pass
@@ -321,10 +324,12 @@ class _Parts:
             plan=plan,
             backend=BackendChoice(
                 backend="hybrid" if self._hybrid else "offload",
-                reason=f"{how}: {self._platform.name}, attention by {attention.reason}",
+                reason=f"{how}: {self._platform.name}; experts in slots by {kernels.reason}; "
+                f"attention by {attention.reason}",
                 notes=(note,) if note else (),
             ),
             layer_runs=layer_runs(choices),
+            kernels=kernels.names,
             fill_rate_source="nothing can be filled" if measured is None else measured.source,
         )
 

@@ -28,6 +28,7 @@ from freetokend.link.messages import EngineSettings
 from freetokend.native.cpu_branch import CpuBranch
 from freetokend.native.executor import Executor
 from freetokend.policy.eviction import default_order
+from freetokend.policy.kernel_choice import Capability
 from tests.enginehost.local_engine import PLENTY, attach, new_pool
 from tests.experts.gpu.reference_ops import ReferenceOps
 from tests.support.device_model import DensePages, SmallShape
@@ -60,7 +61,7 @@ class CpuPlatform:
     """pinned_share: of the pool, what can be registered. Notes what was made."""
 
     name = "no GPU at all"
-    capability = (8, 6)
+    capability: Capability = (8, 6)
     pins = False
 
     def __init__(self, *, free_bytes: int = 4 << 30, pinned_share: float = 1.0) -> None:

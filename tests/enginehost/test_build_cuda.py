@@ -136,6 +136,40 @@ def test_settings_reach_the_device(deep: FtwDirectory) -> None:
         assert platform.asked_attention == "triton"
 
 
+def test_status_has_the_kernels_and_why_they_were_chosen(deep: FtwDirectory) -> None:
+    with engine_on(CpuPlatform(), deep, **settings(slots_count=6)) as built:
+        assert built.kernel.startswith("triton_rows and triton_tiles with ")
+        assert built.backend is not None
+        reason = built.backend.reason
+        assert "triton_rows up to 16 tokens (few tokens per expert: the time is that" in reason
+        assert "by triton_tiles beyond (many tokens per expert: mma of warps; bf16 as it" in reason
+        assert "attention by dense pages" in reason
+
+
+def test_a_gpu_without_kernels_is_refused_before_anything_is_taken(deep: FtwDirectory) -> None:
+    platform = CpuPlatform()
+    platform.capability = (7, 5)
+    with (
+        pytest.raises(ResourceError, match=r"compute capability 7\.5 cannot execute experts"),
+        engine_on(platform, deep, **settings()),
+    ):
+        pass
+    assert platform.registration is None
+
+
+def test_both_branches_are_measured_alone_and_beside_each_other(deep: FtwDirectory) -> None:
+    with engine_on(CpuPlatform(), deep, **settings(slots_count=8)) as built:
+        assert built.cache_description is not None
+        source = built.cache_description.fill_rate_source
+        assert "GB/s alone and" in source
+        assert "beside the CPU" in source
+        assert "beside fills" in source
+    offload = settings(slots_count=8, backend="offload")
+    with engine_on(CpuPlatform(pinned_share=1.0), deep, **offload) as built:
+        assert built.cache_description is not None
+        assert "every miss is filled, at" in built.cache_description.fill_rate_source
+
+
 class IdlePlatform(CpuPlatform):
     """Its fills end well and move nothing."""
 
