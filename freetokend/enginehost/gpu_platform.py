@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -29,7 +27,7 @@ from freetokend.experts.gpu.device_cache import Registration
 from freetokend.experts.gpu.fill_kernel import fill_records
 from freetokend.experts.gpu.merge_kernel import merge_branches
 from freetokend.experts.gpu.slot_experts import SlotExperts
-from freetokend.experts.gpu.transfers import StreamTransfers
+from freetokend.experts.gpu.transfers import current_stream, torch_transfers
 from freetokend.experts.plan.contract import CachePlanner, PlanShape
 from freetokend.experts.plan.triton_kernel import TritonPlanner
 from freetokend.experts.residency import ResidencyState
@@ -111,10 +109,10 @@ class GpuPlatform:
         return SlotOps(fill=fill, slots=slots, merge=merge_branches)
 
     def new_fork(self, branch: CpuBranch, buffers: HostBuffers) -> CpuFork:
-        return StreamFork(self._driver, branch, buffers, _main_stream)
+        return StreamFork(self._driver, branch, buffers, current_stream)
 
     def new_transfers(self) -> ClosableTransfers:
-        return StreamTransfers(self._driver, main_stream=_main_stream, queue_in=_queue_in)
+        return torch_transfers(self._driver)
 
     def new_kv(self, needs: KvNeeds) -> AttentionStore:
         pages = DevicePages.take(needs.shape, needs.pages_count, self.device)
@@ -130,14 +128,3 @@ class GpuPlatform:
 
     def new_registration(self, address: int, length_bytes: int) -> Registration:
         return HostRegistration(self._driver, address, length_bytes)
-
-
-def _main_stream() -> int:
-    """That of the steps: the one that torch launches in now."""
-    return torch.cuda.current_stream().cuda_stream
-
-
-def _queue_in(stream: Any) -> AbstractContextManager[object]:
-    """What torch and Triton launch inside goes into this stream of the driver."""
-    external: Any = torch.cuda.ExternalStream  # it has no types
-    return torch.cuda.stream(external(int(stream)))

@@ -195,6 +195,7 @@ class Bench:
             kind.driver.register_host(self.bank.mapped.region_address, self.bank.bytes.size)
             self._closing.callback(kind.driver.unregister_host, self.bank.mapped.region_address)
         self.fill = self._fill_op()
+        self.fork = self._fork()
         self.dispatch = self._new_dispatch()
         self.weights = random_weights(shape.program())
 
@@ -328,7 +329,7 @@ class Bench:
             least_slots=shape.top_k,
         )
         host = self._host_ops()
-        ops = BranchOps(fill=self.fill, slots=host.slots, merge=self.merge, fork=self._fork())
+        ops = BranchOps(fill=self.fill, slots=host.slots, merge=self.merge, fork=self.fork)
         if self.kind.kernels:
             ops = self._cuda_ops(spec, ops)
         planner = partial(self.kind.planner, self.pool.state)

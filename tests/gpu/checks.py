@@ -28,6 +28,7 @@ from tests.gpu.bench import BUCKETS, CUDA_SHAPE, HOST_SHAPE, Bench, cuda_kind, h
 from tests.gpu.engine_checks import engine
 from tests.gpu.kernel_checks import attention, fill_rate, flashinfer, merged
 from tests.gpu.rows import Row
+from tests.gpu.sweep_checks import chunks, streamed
 
 STEPS: Final = 8
 # bf16 activations rounded at different places of sums in another order.
@@ -339,6 +340,8 @@ CHECKS: Final[tuple[Callable[[Bench, Judge], list[Row]], ...]] = (
     refused_growth,
     plan_times,
     lambda bench, judge: fill_rate(bench),
+    lambda bench, judge: streamed(bench),
+    lambda bench, judge: chunks(bench),
     lambda bench, judge: merged(bench),
     lambda bench, judge: attention(bench),
     branches,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,16 +23,19 @@ _CHECK: Final = "tokens of an engine on the device"
 
 
 def engine(bench: Bench) -> list[Row]:
-    """Tokens beside those of an engine on the CPU, for all, half and the fewest slots."""
+    """Tokens beside those of an engine on the CPU, for all, three quarters and the fewest slots;
+    where there is room for two layers, prompts stream them too."""
     if importlib.util.find_spec("pynvml") is None:
         told = "not run: an engine needs the package nvidia-ml-py"
         return [Row(check=_CHECK, measured=told, gate="where it is installed", passed=True)]
     # What finds GPUs for an engine is not needed by the rest.
+    from freetokend.experts.gpu.device_cache import DeviceCache
+    from tests.enginehost.cells import serve_swept
     from tests.enginehost.cpu_platform import engine_on
     from tests.enginehost.local_engine import ask, converted, local_engine, serve
 
     requests = [ask(str(number), prompt, NEW_TOKENS) for number, prompt in enumerate(PROMPTS)]
-    rows = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_qwen3_moe(Path(folder) / "hf", layers=4, mlp_only_layers=(1,))
         directory = converted(Path(folder) / "hf", Path(folder) / "ftw")
@@ -42,13 +46,16 @@ def engine(bench: Bench) -> list[Row]:
         for backend, slots in (
             ("hybrid", 2),
             ("offload", 2),
-            ("hybrid", experts_count // 2),
+            ("hybrid", 3 * experts_count // 4),
             ("offload", experts_count),
         ):
             given = {"kv_bytes": 1 << 20, "slots_count": slots, "backend": backend, **sizes}
             with engine_on(_platform(bench), directory, **given) as built:
                 found = serve(built, requests).tokens
-                assert built.cache is not None
+                assert isinstance(built.cache, DeviceCache)
+                if built.cache.can_sweep:
+                    swept, _ = serve_swept(built, [], requests)
+                    rows.append(_streamed(f"{backend} with {slots} slots", swept.tokens, found))
                 differences = len(built.cache.verify().differences)
             whole = sum(len(found[one]) == NEW_TOKENS for one in wanted)
             firsts = sum(found[one][:1] == wanted[one][:1] for one in wanted)
@@ -64,6 +71,18 @@ def engine(bench: Bench) -> list[Row]:
                 )
             )
     return rows
+
+
+def _streamed(where: str, swept: Mapping[str, list[int]], stepped: Mapping[str, list[int]]) -> Row:
+    """What streamed prompts are answered, beside the same prompts in steps."""
+    whole = sum(len(swept[one]) == NEW_TOKENS for one in stepped)
+    firsts = sum(swept[one][:1] == stepped[one][:1] for one in stepped)
+    return Row(
+        check=f"tokens of streamed prompts, {where}",
+        measured=f"{whole} whole answers, {firsts} begin as in steps, of {len(stepped)}",
+        gate=f"all, {LEAST_EQUAL:.0%}",
+        passed=whole == len(stepped) and firsts >= LEAST_EQUAL * len(stepped),
+    )
 
 
 def _platform(bench: Bench) -> CudaPlatform:

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.gpu.interpreted
 
-The plan, fills, experts in slots, attention and merges, put together as on a GPU; says its rows in
-JSON.
+The plan, fills, experts in slots, attention and merges, put together as on a GPU, and experts of a
+chunk that are streamed; says its rows in JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final
 from tests.gpu import checks
 from tests.gpu.bench import Bench, interpreted_kind
 from tests.gpu.rows import Row
+from tests.gpu.sweep_checks import streamed
 from tests.kvcache.gpu.interpreted import patch_once
 from tests.support.device_model import SmallShape
 
@@ -28,6 +29,7 @@ def main() -> None:
     rows: list[Row] = []
     for check in (checks.split, checks.graphs, checks.contents):
         rows += check(bench, judge)
+    rows += streamed(bench)
     bench.close()
     print(json.dumps([asdict(row) for row in rows]))
 

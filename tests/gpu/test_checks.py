@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from freetokend.kvcache.batch import KvStore
-from tests.gpu import checks, kernel_checks
+from tests.gpu import checks, kernel_checks, sweep_checks
 from tests.gpu.bench import HOST_SHAPE, Bench, host_kind
 from tests.kvcache.gpu.contexts import Contexts
 from tests.support.device_model import DensePages, DensePagesView
@@ -34,7 +34,7 @@ def test_all_pass_on_the_host_device(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     rows = json.loads(told.read_text())
-    assert len(rows) >= 16
+    assert len(rows) >= 20
     assert all(row["passed"] for row in rows)
 
 
@@ -51,7 +51,7 @@ def test_whole_steps_by_the_interpreted_kernels_of_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout)
-    assert len(rows) == 3
+    assert len(rows) == 4
     assert all(row["passed"] for row in rows), rows
 
 
@@ -76,6 +76,19 @@ def test_a_fill_that_copies_nothing_is_found(bench: Bench) -> None:
     assert any("logits beside the CPU" in name for name in found)
     assert any("whatever part" in name for name in found)
     assert any("replayed" in name for name in found)
+
+
+def test_chunks_that_stream_nothing_or_too_much_are_found(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(row.passed for row in sweep_checks.streamed(bench))
+    fill = bench.fill
+    bench.fill = lambda fills, fills_count: None
+    assert not any(row.passed for row in sweep_checks.streamed(bench))
+    bench.fill = fill
+    hold = sweep_checks.Chunk.hold
+    monkeypatch.setattr(sweep_checks.Chunk, "hold", lambda chunk, count: hold(chunk, 3))
+    assert not any(row.passed for row in sweep_checks.chunks(bench))
 
 
 def test_a_planner_that_is_slow_or_idle_is_found(

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
+import torch
+
 # A transfer whose event is used again is joined with a later one, which is right and only later.
 _EVENTS_COUNT: Final = 4
 
@@ -122,3 +124,18 @@ class StreamTransfers:
 
     def _event(self, ticket: int) -> Any:
         return self._done[ticket % _EVENTS_COUNT]
+
+
+def torch_transfers(driver: TransferDriver) -> StreamTransfers:
+    """Beside what torch and Triton launch in the first GPU's current stream."""
+    return StreamTransfers(driver, main_stream=current_stream, queue_in=_queue_in)
+
+
+def current_stream() -> int:
+    """That of the steps: the one that torch launches in now, for the driver."""
+    return torch.cuda.current_stream().cuda_stream
+
+
+def _queue_in(stream: Any) -> AbstractContextManager[object]:
+    external: Any = torch.cuda.ExternalStream  # it has no types
+    return torch.cuda.stream(external(int(stream)))
