@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -69,12 +69,19 @@ def whole(cache: DeviceCache) -> None:
 
 
 @pytest.mark.parametrize("backend", ["hybrid", "offload"])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param((2, *range(15, 19), ALL_SLOTS), id="few"),
+        pytest.param(range(2, ALL_SLOTS + 1), id="every", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_those_of_steps_for_every_number_of_slots(
-    deep: FtwDirectory, expected: dict[str, list[int]], backend: str
+    deep: FtwDirectory, expected: dict[str, list[int]], backend: str, counts: Sequence[int]
 ) -> None:
     beside_steps = 0 if backend == "hybrid" else 2
     with cuda_engine(deep, backend) as (built, cache):
-        for slots_count in range(2, ALL_SLOTS + 1):
+        for slots_count in counts:
             cache.resize(slots_count)
             has_room = slots_count >= TWO_LAYERS + beside_steps
             assert cache.can_sweep is has_room
