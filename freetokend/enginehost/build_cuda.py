@@ -390,8 +390,9 @@ class _Parts:
         self._dispatch.begin_step(tokens_count)
 
     def _sweep_from(self, profile: SlotProfile, measured: SlotRates | None) -> int:
-        """From how many prompt tokens on a sweep is faster; 0 when it never is."""
-        if measured is None or not self._sweeps.can_sweep:
+        """From how many prompt tokens on a sweep is faster, if there is room for one; 0 when it
+        never is."""
+        if measured is None:
             return 0
         self._sweeps.warm_up()
         self._cache.note_step()

@@ -208,7 +208,13 @@ def test_where_sweeps_begin_is_found_by_what_is_measured(deep: FtwDirectory) -> 
         assert sweeping(built).sweep_from_tokens == 0
         cache.resize(18)
         assert sweeping(built).sweep_from_tokens == from_tokens
-    with cuda_engine(deep, "hybrid", slots_count=4) as (built, _):
+    with cuda_engine(deep, "hybrid", slots_count=4) as (built, cache):
         assert sweeping(built).sweep_from_tokens == 0
+        assert cache.counters().streamed_count == 0
+        cache.resize(TWO_LAYERS)  # has its kernels compiled before there is a prompt
+        assert cache.counters().streamed_count == EXPERTS
+        cache.resize(4)
+        cache.resize(TWO_LAYERS)
+        assert cache.counters().streamed_count == EXPERTS
     with cuda_engine(deep, "hybrid", slots_count=ALL_SLOTS) as (built, _):
         assert sweeping(built).sweep_from_tokens == 0  # everything has its slot

@@ -75,6 +75,7 @@ class SlotSweeps:
         self._kept_count = 0
         self._slots_count = 0
         self._pairs_count = 0
+        self._is_cold = False
 
     @property
     def can_sweep(self) -> bool:
@@ -99,11 +100,13 @@ class SlotSweeps:
         share = default_kept_share(slots_count, experts_count)
         self._slots_count = slots_count
         self._kept_count = int(share * slots_count / layers_count)
+        self._warm_up()
 
     def warm_up(self) -> None:
-        """Compile what sweeps launch, before the first: stream a layer that nobody computes."""
-        self.prefetch(0)
-        self.let_go()
+        """Compile what sweeps launch, before the first: stream a layer that nobody computes. Where
+        there is no room yet: when there is."""
+        self._is_cold = True
+        self._warm_up()
 
     def prefetch(self, moe_layer_index: int, *, wanted: torch.Tensor | None = None) -> None:
         """Start streaming a layer that a sweep will come to, if there is room for two.
@@ -184,6 +187,12 @@ class SlotSweeps:
                 f"a sweep is void: {deferred_count} experts of layers that were streamed found no "
                 "slot"
             )
+
+    def _warm_up(self) -> None:
+        if self._is_cold and self.can_sweep:
+            self._is_cold = False
+            self.prefetch(0)
+            self.let_go()
 
     def _hold(self, moe_layer_index: int) -> None:
         """This layer is there, the next one on its way."""
