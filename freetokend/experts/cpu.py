@@ -7,7 +7,7 @@ import torch
 from freetokend.core.errors import InternalError
 from freetokend.experts.bank import MappedBank
 from freetokend.ftw.layout import ExpertBank
-from freetokend.native.executor import Executor, Numerics
+from freetokend.native.executor import Executor, Numerics, is_fast
 from freetokend.native.program import BankExperts, BankSpec
 from freetokend.tensor.memory import address_of
 
@@ -32,7 +32,7 @@ def bank_experts(
             activation=bank.activation,
             activation_limit=bank.activation_limit,
             activation_alpha=bank.activation_alpha,
-            fast=numerics == "fast",
+            fast=is_fast(numerics),
         )
     )
 

@@ -37,6 +37,13 @@ def faults() -> Iterator[None]:
         raise InternalError(f"CPU executor: {error}") from error
 
 
+def is_fast(numerics: Numerics) -> bool:
+    """Whether products may round activations. InternalError for numerics that do not exist."""
+    if numerics not in ("exact", "fast"):
+        raise InternalError(f'numerics "{numerics}" are unknown: pass "exact" or "fast"')
+    return numerics == "fast"
+
+
 def available_isas() -> tuple[str, ...]:
     """Instruction sets that this build has and this machine runs, best first."""
     return tuple(_exec.available_isas())
@@ -165,7 +172,7 @@ class Executor:
                 out_features=out_features,
                 bias=bias,
                 weight_format=weight_format,
-                fast=numerics == "fast",
+                fast=is_fast(numerics),
             )
 
     def experts(  # noqa: PLR0913 - the addresses and sizes of one kernel call
@@ -217,7 +224,7 @@ class Executor:
                 activation=activation,
                 activation_limit=activation_limit,
                 activation_alpha=activation_alpha,
-                fast=numerics == "fast",
+                fast=is_fast(numerics),
             )
 
     def merge(self, y: int, out: int, *, tokens: int, top_k: int, hidden_size: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from freetokend.core.errors import InternalError
 from freetokend.core.model_config import RouterScoring
 from freetokend.core.rope_config import RopeConfig
-from freetokend.native.executor import Executor, Numerics
+from freetokend.native.executor import Executor, Numerics, is_fast
 from freetokend.native.program import BufferSpec, KvPages, NativeDispatch, Program, StepInputs
 from freetokend.tensor.memory import address_of, tensor_at
 from freetokend.tensor.pool_weights import PoolWeights
@@ -92,7 +92,7 @@ class NativeProgram:
         self._program: Final = program
         self._executor = executor
         self._observer = observer
-        self._fast = numerics == "fast"
+        self._fast = is_fast(numerics)
         self._ropes: dict[tuple[RopeConfig, int], RopeTable] = {}
         self._native = Program(native_buffers(program), experts)
         for op in program.ops:

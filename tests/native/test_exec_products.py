@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freetokend.core.errors import InternalError
 from freetokend.native import executor as native
-from freetokend.native.executor import Executor
+from freetokend.native.executor import Executor, Numerics
 from tests.native.exec_support import (
     Bank,
     Bf16,
@@ -221,6 +223,25 @@ def test_experts_of_any_shape(
     # One element beyond its rounding boundary can be the whole norm here.
     assert np.linalg.norm(y - expected) <= 2.0**-7 * np.linalg.norm(expected)
     assert not y[ids < 0].any()
+
+
+def test_unknown_numerics_are_refused_before_anything_is_read(auto_executor: Executor) -> None:
+    unknown = cast(Numerics, "foo")
+    refusal = 'numerics "foo" are unknown: pass "exact" or "fast"'
+    with pytest.raises(InternalError, match=refusal):
+        auto_executor.linear(0, 0, 0, tokens=1, in_features=16, out_features=16, numerics=unknown)
+    with pytest.raises(InternalError, match=refusal):
+        auto_executor.experts(
+            *(0, 0, 0, 0),
+            tokens=1,
+            top_k=1,
+            hidden_size=16,
+            intermediate_size=16,
+            bank=0,
+            record_bytes=4096,
+            experts_count=1,
+            numerics=unknown,
+        )
 
 
 def test_an_expert_at_a_64_bit_offset(auto_executor: Executor) -> None:
