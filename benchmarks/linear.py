@@ -24,10 +24,10 @@ from benchmarks.memory import CEILING_BYTES, CeilingSide, HugeMemory
 from benchmarks.random_weights import random_matrix
 from benchmarks.result import Row, write
 from benchmarks.rounds import CallSide, Outcome, Plan, Side, foreground, pinned_caller, play
-from freetokend.ftw.formats import WeightFormat, matrix_bytes, parse_format
+from freetokend.ftw.formats import WeightFormat, parse_format, rows16_bytes
 from freetokend.ftw.matrix import dequantise
 from freetokend.ftw.packing import bf16_to_f32, f32_to_bf16
-from freetokend.ftw.packing_blocks import pack_blocks
+from freetokend.ftw.packing_blocks import pack_matrix
 from freetokend.native.executor import Executor
 
 # [inputs, outputs]: attention of the layer that expert_layer times, two lm_heads.
@@ -53,7 +53,7 @@ class Bench:
 
     def decode(self, weight_format: WeightFormat, inputs: int, outputs: int) -> None:
         """One token."""
-        size = matrix_bytes(weight_format, outputs, inputs)
+        size = rows16_bytes(weight_format, outputs, inputs)
         side = CallSide(
             OURS,
             self._call(weight_format, 1, inputs, outputs),
@@ -93,7 +93,7 @@ class Bench:
         """Checked calls over matrices that fill the memory."""
         rng = np.random.default_rng(1)
         matrix = random_matrix(weight_format, outputs, inputs, rng)
-        packed = pack_blocks(matrix).reshape(-1).view(np.uint8)
+        packed = pack_matrix(matrix)
         count = self.matrices.length_bytes // packed.size
         for index in range(count):
             self.matrices.array[index * packed.size : (index + 1) * packed.size] = packed

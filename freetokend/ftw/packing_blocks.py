@@ -112,11 +112,17 @@ def pack_factor(global_scale: float) -> U8:
     return line
 
 
-def unpack_matrix(packed: U8, weight_format: WeightFormat, rows: int, columns: int) -> QuantMatrix:
-    """A matrix that stands alone, with its factor where the format has one; u8 [bytes].
+def pack_matrix(matrix: QuantMatrix) -> U8:
+    """A matrix that stands alone, u8 [bytes]: its blocks, and its factor where the format has
+    one."""
+    blocks = pack_blocks(matrix).reshape(-1).view(np.uint8)
+    if not matrix.format.has_global:
+        return blocks
+    return np.concatenate([blocks, pack_factor(matrix.global_scale)])
 
-    ValueError when the size is another.
-    """
+
+def unpack_matrix(packed: U8, weight_format: WeightFormat, rows: int, columns: int) -> QuantMatrix:
+    """The inverse of `pack_matrix`. ValueError when the size is another."""
     if not weight_format.has_global:
         return unpack_blocks(packed, weight_format, rows, columns)
     split = matrix_bytes(weight_format, rows, columns)

@@ -14,7 +14,7 @@ import numpy as np
 
 from freetokend.ftw.formats import WeightFormat, parse_format
 from freetokend.ftw.matrix import QuantMatrix, dequantise
-from freetokend.ftw.packing_blocks import pack_blocks
+from freetokend.ftw.packing_blocks import pack_matrix
 from freetokend.ftw.packing_record import ExpertMatrices, pack_record
 from freetokend.ftw.quantise import nvfp4_global, quantise
 from freetokend.native.executor import Executor, Numerics
@@ -91,13 +91,11 @@ def random_matrix(
     rows: int,
     columns: int,
     spread: float,
-    *,
-    has_global: bool = True,
 ) -> QuantMatrix:
     """Normal numbers of standard deviation `spread`, quantised."""
     values = rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(spread)
     largest = float(np.abs(values).max())
-    factor = nvfp4_global(largest) if weight_format.has_global and has_global else 1.0
+    factor = nvfp4_global(largest) if weight_format.has_global else 1.0
     return quantise(values, weight_format, global_scale=factor)
 
 
@@ -268,15 +266,15 @@ def in_memory(experts: list[ExpertMatrices]) -> tuple[np.ndarray, int]:
 
 
 class FormatMatrix:
-    """A random linear layer of one format; nvfp4 without its factor, which records alone have."""
+    """A random linear layer of one format."""
 
     def __init__(
         self, rng: np.random.Generator, name: str, rows: int, columns: int, spread: float = 0.02
     ) -> None:
         self.name = name
-        matrix = random_matrix(rng, parse_format(name), rows, columns, spread, has_global=False)
+        matrix = random_matrix(rng, parse_format(name), rows, columns, spread)
         self.meaning: Doubles = dequantise(matrix)
-        packed = pack_blocks(matrix).reshape(-1)
+        packed = pack_matrix(matrix)
         self._memory = aligned_bytes(packed.size)
         self._memory[:] = packed
 

@@ -14,7 +14,7 @@ from freetokend.ftw.formats import parse_format
 from freetokend.ftw.layout import ROW_MAJOR, ROWS16, BankSpec, TensorSpec, plan_region
 from freetokend.ftw.matrix import dequantise
 from freetokend.ftw.packing import bf16_to_f32, f32_to_bf16
-from freetokend.ftw.packing_blocks import pack_blocks, pack_factor
+from freetokend.ftw.packing_blocks import pack_matrix
 from freetokend.ftw.quantise import quantise
 from freetokend.native.executor import Executor
 from freetokend.tensor.native_program import NativeProgram
@@ -90,9 +90,7 @@ class Region:
                 weight_format = parse_format(name)
                 factor = FACTOR if weight_format.has_global else 1.0
                 matrix = quantise(values, weight_format, global_scale=factor)
-                packed, values = pack_blocks(matrix), dequantise(matrix)
-                if weight_format.has_global:
-                    packed = np.append(packed, pack_factor(factor))
+                packed, values = pack_matrix(matrix), dequantise(matrix)
             elif tensor.dtype == "bf16":
                 packed = f32_to_bf16(values)
                 values = bf16_to_f32(packed)
