@@ -397,8 +397,9 @@ class ModelSource:
             )
         if tensor.dtype not in dtypes:
             raise ModelDataError(
-                f"{tensor.file}: tensor {name} is {tensor.dtype}; only {', '.join(dtypes)} can be "
-                f"converted.",
+                f"{tensor.file}: tensor {name} is {tensor.dtype}; as plain numbers only "
+                f"{', '.join(dtypes)} can be converted, and no quantised form that is known has "
+                f"this type here (docs/models.md lists them).",
                 reason=Reason.MODEL_UNSUPPORTED,
             )
         self._plain.add(tensor.name)
