@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 
-from freetokend.engine.work import StepWork, SweepEngine
 from freetokend.enginehost.built import BuiltEngine
 from freetokend.experts.gpu.device_cache import DeviceCache
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import GenerateRequest
+from tests.enginehost.broken_sweeps import serve_after_failure, serve_given_up, sweeping, whole
 from tests.enginehost.cells import serve_swept
 from tests.enginehost.cpu_platform import CpuPlatform, engine_on
-from tests.enginehost.local_engine import Served, ask, serve, step
+from tests.enginehost.local_engine import ask, serve
 
 # Of four MoE layers with eight experts.
 EXPERTS, ALL_SLOTS, TWO_LAYERS = 8, 32, 16
@@ -56,16 +54,6 @@ def expected(deep: FtwDirectory) -> dict[str, list[int]]:
     with cuda_engine(deep, "hybrid") as (built, _):
         running, prompts = requests()
         return dict(serve(built, [*running, *prompts]).tokens)
-
-
-def sweeping(built: BuiltEngine) -> SweepEngine:
-    assert isinstance(built.engine, SweepEngine)
-    return built.engine
-
-
-def whole(cache: DeviceCache) -> None:
-    cache.check_integrity()
-    assert cache.verify().differences == ()
 
 
 @pytest.mark.parametrize("backend", ["hybrid", "offload"])
@@ -141,26 +129,7 @@ def test_one_given_up_in_the_middle_is_computed_again(
 ) -> None:
     with cuda_engine(deep, "offload") as (built, cache):
         running, prompts = requests()
-        served = Served()
-        for request in (*running, *prompts):
-            built.scheduler.submit(request)
-        for advances in (0, 1, 3):
-            built.scheduler.set_sweep_from(2)
-            work = built.scheduler.plan_sweep()
-            assert work is not None
-            sweep = sweeping(built).begin_sweep(work)
-            for _ in range(advances):
-                assert sweep.advance() is None
-                step(built, served)
-            sweep.abandon()
-            built.scheduler.sweep_abandoned()
-            built.scheduler.check_integrity()
-            whole(cache)
-            cache.resize(2)  # nothing is held: every slot can go
-            cache.resize(20)
-        while step(built, served):
-            pass
-        served.take(built.scheduler.take_updates())
+        served = serve_given_up(built, [*running, *prompts], cache, least_slots=2)
         assert served.tokens == expected
 
 
@@ -169,35 +138,10 @@ def test_one_that_fails_holds_nothing_and_the_next_is_right(
 ) -> None:
     with cuda_engine(deep, "hybrid", sweep_tokens=300) as (built, cache):
         _, prompts = requests()
-        for request in prompts:
-            built.scheduler.submit(request)
-        built.scheduler.set_sweep_from(2)
-        work = built.scheduler.plan_sweep()
-        assert work is not None
-        sweep = sweeping(built).begin_sweep(broken(work))
-        with pytest.raises((IndexError, RuntimeError)):
-            sweep.advance()
-        cache.resize(0)
-        cache.resize(20)
-        sweep = sweeping(built).begin_sweep(work)
-        while (outcome := sweep.advance()) is None:
-            pass
-        built.scheduler.commit_sweep(outcome)
-        served = Served()
-        while step(built, served):
-            pass
-        served.take(built.scheduler.take_updates())
+        error = pytest.raises((IndexError, RuntimeError))
+        served = serve_after_failure(built, prompts, cache, error)
         assert served.tokens == {one.request_id: expected[one.request_id] for one in prompts}
         whole(cache)
-
-
-def broken(work: StepWork) -> StepWork:
-    """The same with pages that do not exist."""
-    return StepWork(
-        sequences=tuple(
-            replace(one, pages=array("i", [1 << 20] * len(one.pages))) for one in work.sequences
-        )
-    )
 
 
 def test_where_sweeps_begin_is_found_by_what_is_measured(deep: FtwDirectory) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
 from freetokend.core.errors import FreetokenError
-from freetokend.engine.work import StepWork, SweepEngine
-from freetokend.enginehost.built import BuiltEngine
 from freetokend.experts.cache import ExpertCache
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import GenerateRequest
+from tests.enginehost.broken_sweeps import serve_after_failure, serve_given_up, whole
 from tests.enginehost.cells import Pinned, Shaped, Split, serve_swept, shaped_engine
-from tests.enginehost.local_engine import Served, ask, local_engine, serve, step
+from tests.enginehost.local_engine import ask, local_engine, serve
 
 PROMPTS = tuple(
     tuple(range(start, start + length))
@@ -45,16 +42,6 @@ def shaped(deep: FtwDirectory) -> Iterator[Shaped]:
     with shaped_engine(deep, Pinned.ALL, Split.BOTH) as made:
         made.cache.resize(20)
         yield made
-
-
-def whole(cache: ExpertCache) -> None:
-    cache.check_integrity()
-    assert cache.verify().differences == ()
-
-
-def sweeping(built: BuiltEngine) -> SweepEngine:
-    assert isinstance(built.engine, SweepEngine)
-    return built.engine
 
 
 @pytest.mark.parametrize("steps_between", [0, 1, 3])
@@ -93,60 +80,15 @@ def test_a_prompt_longer_than_a_sweep_takes_several(
 def test_one_given_up_in_the_middle_is_computed_again(
     shaped: Shaped, expected: dict[str, list[int]]
 ) -> None:
-    built, (running, prompts) = shaped.built, requests()
-    served = Served()
-    for request in (*running, *prompts):
-        built.scheduler.submit(request)
-    for advances in (0, 1, 3):
-        built.scheduler.set_sweep_from(2)
-        work = built.scheduler.plan_sweep()
-        assert work is not None
-        sweep = sweeping(built).begin_sweep(work)
-        for _ in range(advances):
-            assert sweep.advance() is None
-            step(built, served)
-        sweep.abandon()
-        built.scheduler.sweep_abandoned()
-        built.scheduler.check_integrity()
-        whole(shaped.cache)
-        shaped.cache.resize(0)  # nothing is held: every slot can go
-        shaped.cache.resize(20)
-    while step(built, served):
-        pass
-    served.take(built.scheduler.take_updates())
+    running, prompts = requests()
+    served = serve_given_up(shaped.built, [*running, *prompts], shaped.cache, least_slots=0)
     assert served.tokens == expected
-
-
-def broken(work: StepWork) -> StepWork:
-    """The same with pages that do not exist."""
-    return StepWork(
-        sequences=tuple(
-            replace(one, pages=array("i", [1 << 20] * len(one.pages))) for one in work.sequences
-        )
-    )
 
 
 def test_one_that_fails_holds_nothing_and_the_next_is_right(
     shaped: Shaped, expected: dict[str, list[int]]
 ) -> None:
-    built, (_, prompts) = shaped.built, requests()
-    for request in prompts:
-        built.scheduler.submit(request)
-    built.scheduler.set_sweep_from(2)
-    work = built.scheduler.plan_sweep()
-    assert work is not None
-    sweep = sweeping(built).begin_sweep(broken(work))
-    with pytest.raises(FreetokenError, match="page"):
-        sweep.advance()
-    shaped.cache.resize(0)
-    shaped.cache.resize(20)
-    whole(shaped.cache)
-    sweep = sweeping(built).begin_sweep(work)
-    while (outcome := sweep.advance()) is None:
-        pass
-    built.scheduler.commit_sweep(outcome)
-    served = Served()
-    while step(built, served):
-        pass
-    served.take(built.scheduler.take_updates())
+    _, prompts = requests()
+    error = pytest.raises(FreetokenError, match="page")
+    served = serve_after_failure(shaped.built, prompts, shaped.cache, error)
     assert served.tokens == {one.request_id: expected[one.request_id] for one in prompts}
