@@ -215,6 +215,7 @@ class _Parts:
         self._branch: CpuBranch | None = None
         self._buffers: HostBuffers | None = None  # the branch has their addresses
         self._fork: CpuFork | None = None
+        self._start_note = ""
         fork = self._new_fork() if with_cpu else None
         self._ops = platform.new_ops(
             inputs.mapped, self._pool, rows_capacity=self._rows, top_k=self._top_k
@@ -325,7 +326,7 @@ class _Parts:
             backend=BackendChoice(
                 backend="hybrid" if self._hybrid else "offload",
                 reason=f"{how}: {self._platform.name}; experts in slots by {kernels.reason}; "
-                f"attention by {attention.reason}",
+                f"attention by {attention.reason}{self._start_note}",
                 notes=(note,) if note else (),
             ),
             layer_runs=layer_runs(choices),
@@ -343,9 +344,9 @@ class _Parts:
         )
         experts = bank_experts(inputs.index.expert_bank, inputs.region_address)
         self._branch = CpuBranch(inputs.executor, experts, self._buffers.addresses())
-        fork = self._platform.new_fork(self._branch, self._buffers)
-        self._fork = fork
-        return fork
+        chosen = self._platform.new_fork(self._branch, self._buffers)
+        self._fork, self._start_note = chosen.fork, f"; the CPU started by {chosen.reason}"
+        return chosen.fork
 
     def _close_queues(self) -> None:
         self._transfers.close()

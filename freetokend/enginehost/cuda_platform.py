@@ -58,6 +58,14 @@ class AttentionStore:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenFork:
+    """reason: how it starts the CPU and why so, for people."""
+
+    fork: CpuFork
+    reason: str
+
+
 class ClosableTransfers(Transfers, Protocol):
     """Closed when the device has been waited for."""
 
@@ -102,7 +110,7 @@ class CudaPlatform(Protocol):
         self, mapped: MappedBank, pool: SlotPool, *, rows_capacity: int, top_k: int
     ) -> SlotOps: ...
 
-    def new_fork(self, branch: CpuBranch, buffers: HostBuffers) -> CpuFork: ...
+    def new_fork(self, branch: CpuBranch, buffers: HostBuffers) -> ChosenFork: ...
 
     def new_transfers(self) -> ClosableTransfers: ...
 

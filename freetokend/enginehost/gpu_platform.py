@@ -14,20 +14,23 @@ from freetokend.device.cuda_arena import CudaArena, CudaCopier
 from freetokend.device.cuda_driver import CudaDriver, DeviceMemory
 from freetokend.device.cuda_pinning import HostRegistration
 from freetokend.engine.graphs import CudaGraphBackend, GraphBackend
+from freetokend.enginehost.cpu_start import choose_start
 from freetokend.enginehost.cuda_platform import (
     DECODE_ROWS,
     AttentionStore,
+    ChosenFork,
     ClosableTransfers,
     KvNeeds,
     SlotOps,
 )
 from freetokend.experts.bank import MappedBank
-from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, StreamFork
+from freetokend.experts.gpu.cpu_fork import HostBuffers, StreamFork
 from freetokend.experts.gpu.device_cache import Registration
+from freetokend.experts.gpu.doorbells import TritonDoorbell
 from freetokend.experts.gpu.fill_kernel import fill_records
 from freetokend.experts.gpu.merge_kernel import merge_branches
 from freetokend.experts.gpu.slot_experts import SlotExperts
-from freetokend.experts.gpu.transfers import current_stream, torch_transfers
+from freetokend.experts.gpu.transfers import current_stream, queue_in, torch_transfers
 from freetokend.experts.plan.contract import CachePlanner, PlanShape
 from freetokend.experts.plan.triton_kernel import TritonPlanner
 from freetokend.experts.residency import ResidencyState
@@ -108,8 +111,17 @@ class GpuPlatform:
         )
         return SlotOps(fill=fill, slots=slots, merge=merge_branches)
 
-    def new_fork(self, branch: CpuBranch, buffers: HostBuffers) -> CpuFork:
-        return StreamFork(self._driver, branch, buffers, current_stream)
+    def new_fork(self, branch: CpuBranch, buffers: HostBuffers) -> ChosenFork:
+        fork = StreamFork(self._driver, branch, buffers, current_stream)
+        doorbell = TritonDoorbell(branch, buffers, self.device, queue_in=queue_in)
+        try:
+            reason = choose_start(
+                fork, doorbell, buffers, self.new_backend(), self.device, self.synchronize
+            )
+        except BaseException:
+            fork.close()
+            raise
+        return ChosenFork(fork=fork, reason=reason)
 
     def new_transfers(self) -> ClosableTransfers:
         return torch_transfers(self._driver)

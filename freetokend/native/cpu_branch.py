@@ -20,8 +20,9 @@ class CpuBranchBuffers:
 
     x: bf16 [T, H]; ids: int32 [T, k], experts of the layer, -1 where the GPU computes; weights:
     fp32 [T, k]; tokens: int32 [1], rows that count; y: fp32 [T, k, H], already weighted, rows of -1
-    left as they are. ring, done: uint32 words, one per MoE layer, `doorbell_stride_words` apart; 0
-    for none.
+    left as they are. ring: uint32 [2], (number, MoE layer), written by the GPU alone, the layer
+    before a number other than the last; done: uint32 [1], the number that is answered, written by
+    the CPU alone; 0 for none.
     """
 
     x: int
@@ -33,11 +34,6 @@ class CpuBranchBuffers:
     top_k: int
     ring: int = 0
     done: int = 0
-
-
-def doorbell_stride_words() -> int:
-    """uint32 words from one layer's doorbell to the next."""
-    return _exec.CpuBranch.doorbell_stride
 
 
 class CpuBranch:
@@ -69,15 +65,14 @@ class CpuBranch:
         with faults():
             return self._open.task(moe_layer_index)
 
-    def begin_step(self, step: int) -> None:
-        """Watch the doorbells for this number, above 0 and other than the last one's."""
+    def begin_step(self) -> None:
+        """Watch the doorbell, at the price of a core, until `end_step`; also when it is watched."""
         with faults():
-            self._open.begin_step(step)
+            self._open.begin_step()
 
     def end_step(self) -> None:
-        """Rest; also where a layer never rang."""
-        with faults():
-            self._open.end_step()
+        """Rest. Does not wait for what is being computed."""
+        self._open.end_step()
 
     def check(self) -> None:
         """InternalError with what went wrong since the last call; the step's result is void."""

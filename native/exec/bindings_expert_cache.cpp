@@ -78,14 +78,12 @@ void bind_cpu_branch(py::module_& module) {
             return reinterpret_cast<Address>(branch.task(moe_layer_index));
           },
           "moe_layer_index"_a)
-      .def("begin_step", &CpuBranch::begin_step, "step"_a, Release())
+      .def("begin_step", &CpuBranch::begin_step, Release())
       .def("end_step", &CpuBranch::end_step, Release())
       .def("take_fault", &CpuBranch::take_fault)
       .def_property_readonly("executions_count", &CpuBranch::executions_count)
       .def_property_readonly("calls_count", &CpuBranch::calls_count)
-      .def_property_readonly("busy_s", &CpuBranch::busy_s)
-      .def_property_readonly_static("doorbell_stride",
-                                    [](const py::object&) { return Doorbells::kStride; });
+      .def_property_readonly("busy_s", &CpuBranch::busy_s);
 }
 
 }  // namespace

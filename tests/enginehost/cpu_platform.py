@@ -15,9 +15,15 @@ from freetokend.device.host_arena import HostArena
 from freetokend.engine.graphs import GraphBackend
 from freetokend.enginehost.build import build_engine_on
 from freetokend.enginehost.built import BuiltEngine
-from freetokend.enginehost.cuda_platform import AttentionStore, CudaPlatform, KvNeeds, SlotOps
+from freetokend.enginehost.cuda_platform import (
+    AttentionStore,
+    ChosenFork,
+    CudaPlatform,
+    KvNeeds,
+    SlotOps,
+)
 from freetokend.experts.bank import MappedBank
-from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, InlineFork
+from freetokend.experts.gpu.cpu_fork import HostBuffers, InlineFork
 from freetokend.experts.gpu.device_cache import Registration
 from freetokend.experts.plan.contract import CachePlanner, PlanShape
 from freetokend.experts.plan.native import NativePlanner
@@ -95,8 +101,8 @@ class CpuPlatform:
         ops = ReferenceOps(mapped=mapped, pool=pool, executor=self._executor)
         return SlotOps(fill=ops.fill, slots=ops.slots, merge=ops.merge)
 
-    def new_fork(self, branch: CpuBranch, buffers: HostBuffers) -> CpuFork:
-        return InlineFork(branch, buffers)
+    def new_fork(self, branch: CpuBranch, buffers: HostBuffers) -> ChosenFork:
+        return ChosenFork(fork=InlineFork(branch, buffers), reason="a call")
 
     def new_transfers(self) -> LateTransfers:
         return self.transfers

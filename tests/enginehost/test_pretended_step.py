@@ -44,6 +44,9 @@ class Elsewhere:
 
     begun_count = joined_count = 0
 
+    def begin_step(self) -> None:
+        pass
+
     def begin(self, moe_layer_index: int, work: CpuWork, y: torch.Tensor) -> None:
         self.begun_count += 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from freetokend.core.errors import InternalError
 from freetokend.experts.cpu import CpuExpertDispatch, bank_experts
 from freetokend.ftw.layout import bf16_record_bytes
 from freetokend.ftw.packing import f32_to_bf16
-from freetokend.native.cpu_branch import CpuBranch, CpuBranchBuffers, doorbell_stride_words
+from freetokend.native.cpu_branch import CpuBranch, CpuBranchBuffers
 from freetokend.native.executor import Executor
 from tests.experts.slot_support import RandomBank, random_bank
 
@@ -35,6 +36,7 @@ class Setup:
     tokens: torch.Tensor
     y: torch.Tensor
     ring: torch.Tensor
+    done: torch.Tensor
 
     def call(self, layer: int) -> None:
         """As the driver does."""
@@ -50,13 +52,12 @@ def setup() -> Iterator[Setup]:
     numbers = np.random.default_rng(3).standard_normal(bank.bytes.size // 2, dtype=np.float32)
     bank.bytes.view(np.uint16)[:] = f32_to_bf16(numbers)  # random bytes are not all numbers
     hidden = bank.mapped.bank.hidden_size
-    words = LAYERS * doorbell_stride_words()
     x = torch.randn(TOKENS, hidden).to(torch.bfloat16)
     ids = torch.full((TOKENS, TOP_K), -1, dtype=torch.int32)
     weights = torch.rand(TOKENS, TOP_K)
     tokens = torch.zeros(1, dtype=torch.int32)
     y = torch.zeros(TOKENS, TOP_K, hidden)
-    ring, done = (torch.zeros(words, dtype=torch.uint32) for _ in range(2))
+    ring, done = (torch.zeros(words, dtype=torch.uint32) for words in (2, 1))
     executor = Executor(sorted(os.sched_getaffinity(0))[:2])
     branch = CpuBranch(
         executor,
@@ -83,6 +84,7 @@ def setup() -> Iterator[Setup]:
         tokens=tokens,
         y=y,
         ring=ring,
+        done=done,
     )
     branch.close()
     executor.close()
@@ -112,20 +114,29 @@ def test_a_fault_is_told_once_and_ends_nothing(setup: Setup) -> None:
     setup.branch.check()
 
 
-def test_a_step_whose_bells_never_ring_can_be_ended(setup: Setup) -> None:
-    setup.branch.begin_step(5)
-    with pytest.raises(InternalError, match="under way"):
-        setup.branch.begin_step(6)
-    setup.branch.end_step()
-    setup.branch.begin_step(6)
+def test_a_doorbell_is_answered_while_a_step_is_under_way(setup: Setup) -> None:
+    setup.tokens.fill_(TOKENS)
+    setup.ids.copy_(torch.tensor([[0, 1], [-1, 3], [-1, -1]]))
+    for number in (1, 2):
+        setup.y.zero_()
+        setup.branch.begin_step()
+        setup.branch.begin_step()
+        setup.ring[1] = 1
+        setup.ring[0] = number
+        while setup.done[0].item() != number:
+            time.sleep(0)
+        setup.branch.end_step()
+        setup.branch.check()
+        expected = CpuExpertDispatch(setup.executor, setup.bank.mapped).dispatch(
+            1, setup.x, setup.ids, setup.weights
+        )
+        assert torch.equal(setup.y.sum(1), expected)
     setup.branch.end_step()
 
 
 def test_what_does_not_exist_is_refused(setup: Setup) -> None:
     with pytest.raises(InternalError, match="no such MoE layer"):
         setup.branch.task(LAYERS)
-    with pytest.raises(InternalError, match="stands for no step"):
-        setup.branch.begin_step(0)
     setup.branch.close()
     with pytest.raises(InternalError, match="closed"):
-        setup.branch.begin_step(1)
+        setup.branch.begin_step()

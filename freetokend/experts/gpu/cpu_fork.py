@@ -10,24 +10,33 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from freetokend.core.errors import InternalError
 from freetokend.native.cpu_branch import CpuBranch, CpuBranchBuffers
 
+# Of a doorbell, each in a cache line of its own: the number that was rung and, behind it, the
+# layer; the number that is answered; whether the GPU gave up an answer.
+RING_WORD: Final = 0
+DONE_WORD: Final = 16
+LATE_WORD: Final = 32
+_WORDS_COUNT: Final = 48
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBuffers:
     """Memory that the GPU copies to and from: bf16 x [T, H]; int32 ids [T, k], -1 where the CPU
-    has nothing to do; fp32 weights [T, k]; int32 tokens [1]; fp32 y [T, k, H]."""
+    has nothing to do; fp32 weights [T, k]; int32 tokens [1]; fp32 y [T, k, H]; int32 words of a
+    doorbell [48]."""
 
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
     tokens: torch.Tensor
     y: torch.Tensor
+    words: torch.Tensor
 
     @classmethod
     def make(
@@ -45,6 +54,7 @@ class HostBuffers:
             weights=empty(routed, torch.float32),
             tokens=empty((1,), torch.int32),
             y=empty((*routed, hidden_size), torch.float32),
+            words=empty((_WORDS_COUNT,), torch.int32),
         )
 
     def addresses(self) -> CpuBranchBuffers:
@@ -57,6 +67,8 @@ class HostBuffers:
             y=self.y.data_ptr(),
             tokens_capacity=self.ids.shape[0],
             top_k=self.ids.shape[1],
+            ring=self.words.data_ptr() + 4 * RING_WORD,
+            done=self.words.data_ptr() + 4 * DONE_WORD,
         )
 
 
@@ -87,6 +99,10 @@ class CpuWork:
 class CpuFork(Protocol):
     """One layer of the CPU's part at a time: `begin`, other work, `join`."""
 
+    def begin_step(self) -> None:
+        """A step is about to be queued, perhaps as a graph that has calls of these in it."""
+        ...
+
     def begin(self, moe_layer_index: int, work: CpuWork, y: torch.Tensor) -> None:
         """Start. y: fp32 [t, k, H] on the device, which has the results of the pairs that were
         asked for after `join`; other rows hold anything."""
@@ -109,6 +125,9 @@ class InlineFork:
         self._branch = branch
         self._buffers = buffers
         self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(branch.host_function)
+
+    def begin_step(self) -> None:
+        """See `CpuFork.begin_step`."""
 
     def begin(self, moe_layer_index: int, work: CpuWork, y: torch.Tensor) -> None:
         """See `CpuFork.begin`."""
@@ -151,8 +170,28 @@ class StreamDriver(Protocol):
     def launch_host_function(self, function_address: int, argument: int, stream: Any) -> None: ...
 
 
+class Doorbell(Protocol):
+    """Another way to start the CPU from a stream than the driver's host functions."""
+
+    def begin_step(self) -> None:
+        """The CPU is to watch, until `end_step`."""
+        ...
+
+    def call(self, moe_layer_index: int, stream: Any) -> None:
+        """Queue that the CPU computes a layer, and the stream's wait for it."""
+        ...
+
+    def end_step(self) -> None:
+        """The CPU rests; after the device was waited for. InternalError when the GPU did not wait
+        until the CPU was done."""
+        ...
+
+
 class StreamFork:
     """`CpuFork` of a GPU: a side stream, forked from that of the step and joined by events.
+
+    The driver calls the CPU by a host function until a `doorbell` is set; graphs keep the way that
+    they were captured with.
 
     `main_stream` tells the stream that work is queued in now; inside a capture that is the
     capture's, and the fork becomes part of its graph. One layer follows the other in the same
@@ -170,8 +209,14 @@ class StreamFork:
         self._branch = branch
         self._buffers = buffers
         self._main_stream = main_stream
+        self.doorbell: Doorbell | None = None
         self._side = driver.new_stream()
         self._forked, self._done = driver.new_event(), driver.new_event()
+
+    def begin_step(self) -> None:
+        """See `CpuFork.begin_step`."""
+        if self.doorbell is not None:
+            self.doorbell.begin_step()
 
     def begin(self, moe_layer_index: int, work: CpuWork, y: torch.Tensor) -> None:
         """See `CpuFork.begin`."""
@@ -182,7 +227,10 @@ class StreamFork:
         for there, here in copies:
             driver.copy_to_host_async(there.data_ptr(), here.data_ptr(), here.nbytes, side)
         task = self._branch.task(moe_layer_index)
-        driver.launch_host_function(self._branch.host_function, task, side)
+        if self.doorbell is not None:
+            self.doorbell.call(moe_layer_index, side)
+        else:
+            driver.launch_host_function(self._branch.host_function, task, side)
         driver.copy_to_device_async(y.data_ptr(), self._buffers.y.data_ptr(), y.nbytes, side)
         driver.record(self._done, side)
 
@@ -192,6 +240,8 @@ class StreamFork:
 
     def check(self) -> None:
         """See `CpuFork.check`."""
+        if self.doorbell is not None:
+            self.doorbell.end_step()
         self._branch.check()
 
     def close(self) -> None:

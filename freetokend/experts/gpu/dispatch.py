@@ -167,6 +167,8 @@ class CudaExpertDispatch:
         self._step_tokens = tokens_count
         self._calls.clear()
         self.valid_tokens.fill_(tokens_count)
+        if self._ops.fork is not None:
+            self._ops.fork.begin_step()
 
     def set_fill_counts(self, moe_layer_index: int, table: Sequence[Sequence[int]]) -> None:
         """How many of a layer's misses are filled: [buckets][misses + 1]."""

@@ -128,7 +128,7 @@ class StreamTransfers:
 
 def torch_transfers(driver: TransferDriver) -> StreamTransfers:
     """Beside what torch and Triton launch in the first GPU's current stream."""
-    return StreamTransfers(driver, main_stream=current_stream, queue_in=_queue_in)
+    return StreamTransfers(driver, main_stream=current_stream, queue_in=queue_in)
 
 
 def current_stream() -> int:
@@ -136,6 +136,7 @@ def current_stream() -> int:
     return torch.cuda.current_stream().cuda_stream
 
 
-def _queue_in(stream: Any) -> AbstractContextManager[object]:
+def queue_in(stream: Any) -> AbstractContextManager[object]:
+    """What torch and Triton launch inside goes into this stream of the driver."""
     external: Any = torch.cuda.ExternalStream  # it has no types
     return torch.cuda.stream(external(int(stream)))

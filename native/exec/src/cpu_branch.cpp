@@ -12,6 +12,10 @@
 namespace freetoken::exec {
 namespace {
 
+// A step whose end nobody tells, as when a prompt is given up, costs no core for longer than this.
+constexpr std::chrono::seconds kSpins{1};
+constexpr std::chrono::milliseconds kNap{1};
+
 void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -32,6 +36,7 @@ CpuBranch::CpuBranch(Executor& executor, const ExpertBank& bank, const CpuBranch
           "doorbells need words to ring and words to answer");
   for (std::size_t layer = 0; layer < bank.layers_count; ++layer) tasks_.push_back({this, layer});
   if (doorbells.ring == nullptr) return;
+  answered_ = doorbells.ring[0];
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
@@ -45,7 +50,7 @@ CpuBranch::~CpuBranch() {
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
-    step_.store(0);
+    in_step_.store(false);
   }
   changed_.notify_all();
   if (watcher_.joinable()) watcher_.join();
@@ -75,6 +80,7 @@ void CpuBranch::run(std::size_t moe_layer_index) noexcept {
 }
 
 void CpuBranch::compute(std::size_t moe_layer_index) {
+  require(moe_layer_index < tasks_.size(), "experts: no such MoE layer");
   const std::int32_t tokens = *buffers_.tokens;
   require(tokens >= 0 && static_cast<std::size_t>(tokens) <= buffers_.tokens_capacity,
           "more tokens than the CPU branch has room for");
@@ -120,56 +126,47 @@ std::string CpuBranch::take_fault() {
 
 double CpuBranch::busy_s() const { return static_cast<double>(busy_ns_.load()) * 1e-9; }
 
-void CpuBranch::begin_step(std::uint32_t step) {
-  require(doorbells_.ring != nullptr, "this CPU branch has no doorbells");
-  require(step != 0, "step 0 stands for no step");
+void CpuBranch::begin_step() {
+  require(doorbells_.ring != nullptr, "this CPU branch has no doorbell");
   {
     const std::lock_guard lock(mutex_);
-    require(step_.load() == 0 && !serving_, "a step is under way");
-    step_.store(step);
-    serving_ = true;
+    in_step_.store(true);
   }
   changed_.notify_all();
 }
 
-void CpuBranch::end_step() {
-  std::unique_lock lock(mutex_);
-  step_.store(0);
-  changed_.wait(lock, [this] { return !serving_; });
-}
+void CpuBranch::end_step() { in_step_.store(false); }
 
 void CpuBranch::watch() {
   while (true) {
-    std::uint32_t step = 0;
     {
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return stop_ || serving_; });
+      changed_.wait(lock, [this] { return stop_ || in_step_.load(); });
       if (stop_) return;
-      step = step_.load();
     }
-    if (step != 0) serve_step(step);
-    {
-      const std::lock_guard lock(mutex_);
-      serving_ = false;
-    }
-    changed_.notify_all();
+    answer();
   }
 }
 
-// Layers ring in their order.
-void CpuBranch::serve_step(std::uint32_t step) {
-  for (std::size_t layer = 0; layer < tasks_.size(); ++layer) {
-    const std::atomic_ref ring(doorbells_.ring[layer * Doorbells::kStride]);
-    while (ring.load(std::memory_order_acquire) != step) {
-      if (step_.load(std::memory_order_relaxed) != step) return;
+// Until the step ends.
+void CpuBranch::answer() {
+  using Clock = std::chrono::steady_clock;
+  const std::atomic_ref ring(doorbells_.ring[0]);
+  const std::atomic_ref done(doorbells_.done[0]);
+  auto rung_at = Clock::now();
+  while (in_step_.load(std::memory_order_relaxed)) {
+    const std::uint32_t number = ring.load(std::memory_order_acquire);
+    if (number != answered_) {
+      run(doorbells_.ring[1]);
+      answered_ = number;
+      done.store(number, std::memory_order_release);
+      rung_at = Clock::now();
+    } else if (Clock::now() - rung_at < kSpins) {
       pause();
+    } else {
+      std::this_thread::sleep_for(kNap);
     }
-    run(layer);
-    std::atomic_ref(doorbells_.done[layer * Doorbells::kStride])
-        .store(step, std::memory_order_release);
   }
-  const std::lock_guard lock(mutex_);
-  if (step_.load() == step) step_.store(0);
 }
 
 }  // namespace freetoken::exec

@@ -2,8 +2,8 @@
 // never change. A GPU starts it from within a stream, in one of two ways that a graph can hold:
 //
 //   host function   the driver calls `CpuTask::host_function` and the stream waits for its return
-//   doorbell        the stream writes the step's number into the layer's `ring` word and waits for
-//                   it in the `done` word; a thread here watches the words of the step under way
+//   doorbell        the stream writes a layer and then the next number into `ring`, and waits for
+//                   that number in `done`; a thread here watches while a step is under way
 //
 // Neither allocates, throws or calls the driver. What went wrong is kept and told after the step.
 #pragma once
@@ -32,11 +32,12 @@ struct CpuBranchBuffers {
   std::size_t tokens_capacity, top_k;
 };
 
-// Words that GPU and CPU watch, one of each per MoE layer, a cache line apart.
+// Words that GPU and CPU watch, in a cache line each. The stream writes ring[1], a MoE layer,
+// before ring[0], a number other than the one before; it is answered in done[0] when the layer's y
+// is there. The numbers are counted by the GPU, so that the same graph can ring again and again.
 struct Doorbells {
-  static constexpr std::size_t kStride = 16;  // uint32 words
-  std::uint32_t* ring;
-  std::uint32_t* done;
+  std::uint32_t* ring;  // [2], written by the stream alone
+  std::uint32_t* done;  // [1], written here alone
 };
 
 class CpuBranch {
@@ -54,9 +55,9 @@ class CpuBranch {
   [[nodiscard]] static HostFunction host_function() { return &run_task; }
   [[nodiscard]] void* task(std::size_t moe_layer_index);
 
-  // Watch the doorbells for this step (not 0, not the one before) until every layer has rung or
-  // `end_step`. One step at a time.
-  void begin_step(std::uint32_t step);
+  // Watch the doorbell from now on, and no more; either as often as wanted. What rings in between
+  // is answered after the next `begin_step`.
+  void begin_step();
   void end_step();
 
   // The first failure since the last call, empty if there was none; its layer's y is not valid.
@@ -78,7 +79,7 @@ class CpuBranch {
   void compute(std::size_t moe_layer_index);
   void keep_fault(std::size_t moe_layer_index, const char* what) noexcept;
   void watch();
-  void serve_step(std::uint32_t step);
+  void answer();
 
   Executor& executor_;
   const ExpertBank bank_;
@@ -93,8 +94,8 @@ class CpuBranch {
   // The watching thread sleeps between steps and spins during one.
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::atomic<std::uint32_t> step_{0};  // 0: none is under way
-  bool serving_ = false;
+  std::atomic<bool> in_step_{false};
+  std::uint32_t answered_ = 0;  // the watching thread's
   bool stop_ = false;
   std::thread watcher_;
 };

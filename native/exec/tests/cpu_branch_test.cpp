@@ -83,10 +83,13 @@ class Branch {
     EXPECT_EQ(y_, expected);
   }
   // As a stream does: write the word, then wait for the answer.
-  void ring(std::size_t layer, std::uint32_t step) {
-    std::atomic_ref(ring_[layer * Doorbells::kStride]).store(step, std::memory_order_release);
-    const std::atomic_ref done(done_[layer * Doorbells::kStride]);
-    while (done.load(std::memory_order_acquire) != step) std::this_thread::yield();
+  void ring(std::uint32_t layer) {
+    ring_[1] = layer;
+    std::atomic_ref(ring_[0]).store(++number_, std::memory_order_release);
+  }
+  void await_answer() {
+    const std::atomic_ref done(done_[0]);
+    while (done.load(std::memory_order_acquire) != number_) std::this_thread::yield();
   }
   void run(std::size_t layer) { CpuBranch::host_function()(branch_->task(layer)); }
 
@@ -98,8 +101,9 @@ class Branch {
   std::vector<float> weights_ = std::vector<float>(kTokens * kTopK);
   std::vector<float> y_ = std::vector<float>(kTokens * kTopK * kHidden);
   std::int32_t tokens_ = 0;
-  std::array<std::uint32_t, kLayers * Doorbells::kStride> ring_{};
-  std::array<std::uint32_t, kLayers * Doorbells::kStride> done_{};
+  std::uint32_t number_ = 0xfffffffa;  // the numbers begin anew on the way
+  std::array<std::uint32_t, 2> ring_{number_, 0};
+  std::array<std::uint32_t, 1> done_{number_};
   Executor executor_{{0, 1}, std::chrono::microseconds(50), "auto"};
   std::unique_ptr<CpuBranch> branch_;
 };
@@ -140,36 +144,56 @@ TEST(CpuBranch, AFaultIsKeptUntilItIsAskedFor) {
   one.expect_done(1);
 }
 
-TEST(CpuBranch, DoorbellsServeStepAfterStep) {
+TEST(CpuBranch, ADoorbellIsAnsweredAsOftenAsItRings) {
   Branch one(true);
-  for (std::uint32_t step = 1; step < 20; ++step) {
-    one.put(2, {0, 3, -1, static_cast<std::int32_t>(step % kExperts)});
-    one.branch().begin_step(step);
-    for (std::size_t layer = 0; layer < kLayers; ++layer) {
-      one.ring(layer, step);
+  for (std::int32_t step = 0; step < 20; ++step) {
+    one.put(2, {0, 3, -1, step % static_cast<std::int32_t>(kExperts)});
+    one.branch().begin_step();
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      one.ring(layer);
+      one.await_answer();
       one.expect_done(layer);
     }
     one.branch().end_step();
   }
-  EXPECT_EQ(one.branch().calls_count(), 19 * kLayers);
+  EXPECT_EQ(one.branch().calls_count(), 20 * kLayers);
 }
 
 TEST(CpuBranch, AStepThatNeverRingsCanBeEnded) {
   Branch one(true);
   one.put(1, {0, 1});
-  one.branch().begin_step(7);
-  EXPECT_THROW(one.branch().begin_step(8), std::invalid_argument);
-  one.ring(0, 7);
+  one.branch().begin_step();
+  one.branch().begin_step();
+  one.ring(2);
+  one.await_answer();
   one.branch().end_step();
   one.branch().end_step();
   EXPECT_EQ(one.branch().calls_count(), 1U);
-  one.branch().begin_step(8);  // and is still watched when the branch goes
+  one.branch().begin_step();  // and is still watched when the branch goes
+}
+
+TEST(CpuBranch, WhatRingsBetweenStepsIsAnsweredInTheNext) {
+  Branch one(true);
+  one.put(1, {0, 1});
+  one.ring(1);
+  EXPECT_EQ(one.branch().calls_count(), 0U);
+  one.branch().begin_step();
+  one.await_answer();
+  one.expect_done(1);
+}
+
+TEST(CpuBranch, ALayerThatDoesNotExistIsAFaultAndAnswered) {
+  Branch one(true);
+  one.branch().begin_step();
+  one.ring(kLayers);
+  one.await_answer();
+  EXPECT_NE(one.branch().take_fault().find("no such MoE layer"), std::string::npos);
 }
 
 TEST(CpuBranch, RefusesWhatDoesNotExist) {
   Branch one(false);
   EXPECT_THROW((void)one.branch().task(kLayers), std::invalid_argument);
-  EXPECT_THROW(one.branch().begin_step(1), std::invalid_argument);
+  EXPECT_THROW(one.branch().begin_step(), std::invalid_argument);
 }
 
 }  // namespace

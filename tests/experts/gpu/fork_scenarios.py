@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from freetokend.core.errors import InternalError
 from freetokend.device.cuda_arena import CudaArena
 from freetokend.device.cuda_driver import CudaDriver, CudaError
 from freetokend.experts.cpu import CpuExpertDispatch, bank_experts
-from freetokend.experts.gpu.cpu_fork import CpuWork, HostBuffers, StreamFork
+from freetokend.experts.gpu.cpu_fork import DONE_WORD, RING_WORD, CpuWork, HostBuffers, StreamFork
 from freetokend.ftw.layout import ExpertBank
 from freetokend.native.cpu_branch import CpuBranch
 from freetokend.native.executor import Executor
@@ -54,10 +55,37 @@ class Forgetful(CudaDriver):
             super().record(event, stream)
 
 
+class QueuedBell:
+    """A `Doorbell` whose kernels are functions on the host."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._words = bench.buffers.words
+
+    def begin_step(self) -> None:
+        self._bench.branch.begin_step()
+
+    def call(self, moe_layer_index: int, stream: Any) -> None:
+        self._bench.branch.begin_step()
+        self._bench.queue(lambda: self._ring(moe_layer_index), stream)
+        self._bench.queue(self._await, stream)
+
+    def end_step(self) -> None:
+        self._bench.branch.end_step()
+
+    def _ring(self, moe_layer_index: int) -> None:
+        self._words[RING_WORD + 1] = moe_layer_index
+        self._words[RING_WORD] += 1
+
+    def _await(self) -> None:
+        while self._words[DONE_WORD] != self._words[RING_WORD]:
+            time.sleep(0)
+
+
 class Bench:
     """A step of two layers: a plan, the CPU's part beside that of the slots, a merge."""
 
-    def __init__(self, driver: CudaDriver | None = None) -> None:
+    def __init__(self, driver: CudaDriver | None = None, *, rings: bool = False) -> None:
         self.fake = FakeLibcuda()
         self.fake.reset()
         self.driver = driver or CudaDriver()
@@ -75,6 +103,8 @@ class Bench:
         )
         self.main = self.driver.new_stream()
         self.fork = StreamFork(self.driver, self.branch, self.buffers, lambda: self.main)
+        if rings:
+            self.fork.doorbell = QueuedBell(self)
         self._make_device_memory()
         self._callbacks: list[Any] = []
         self.seed = 0
@@ -109,13 +139,13 @@ class Bench:
             tokens=torch.tensor([TOKENS], dtype=torch.int32),
         )
 
-    def queue(self, work: Callable[[], object]) -> None:
-        """A kernel of the main stream."""
+    def queue(self, work: Callable[[], object], stream: Any = None) -> None:
+        """A kernel of the main stream, or another."""
         callback = _CALLBACK(lambda _: work())
         self._callbacks.append(callback)
         address = ctypes.cast(callback, ctypes.c_void_p).value
         assert address is not None
-        self.driver.launch_host_function(address, 0, self.main)
+        self.driver.launch_host_function(address, 0, self.main if stream is None else stream)
 
     def layer(self, layer: int) -> None:
         """As a dispatch queues it."""
@@ -165,6 +195,7 @@ class Bench:
             for _ in range(2):
                 self.seed += 1
                 self.results.clear()
+                self.fork.begin_step()
                 self.call("cuGraphLaunch", executable, self.main)
                 self.fork.check()
                 pairs = zip(self.results, self.expected(), strict=True)
@@ -174,7 +205,15 @@ class Bench:
 
 
 def a_captured_step_is_right_in_every_order() -> None:
-    bench = Bench()
+    _is_right_in_every_order(rings=False)
+
+
+def a_captured_step_with_doorbells_is_right_in_every_order() -> None:
+    _is_right_in_every_order(rings=True)
+
+
+def _is_right_in_every_order(*, rings: bool) -> None:
+    bench = Bench(rings=rings)
     executable = bench.capture()
     assert bench.results == []
     assert bench.branch.executions_count == 0
@@ -192,9 +231,17 @@ def a_step_that_is_not_captured_is_right() -> None:
 
 
 def every_wait_and_record_is_needed() -> None:
+    _every_wait_and_record_is_needed(rings=False)
+
+
+def every_wait_and_record_is_needed_by_doorbells() -> None:
+    _every_wait_and_record_is_needed(rings=True)
+
+
+def _every_wait_and_record_is_needed(*, rings: bool) -> None:
     for kind in ("wait", "record"):
         for nth in range(1, 2 * LAYERS + 1):
-            bench = Bench(Forgetful(kind, nth))
+            bench = Bench(Forgetful(kind, nth), rings=rings)
             try:
                 right = bench.is_right(bench.capture())
             except CudaError as error:
@@ -218,6 +265,26 @@ def the_calls_are_those_and_in_this_order() -> None:
         "cuEventRecord",
         "cuStreamWaitEvent",
     ]
+    bench.close()
+
+
+def a_doorbell_rings_behind_the_copies_and_is_answered_before_the_results_are_copied() -> None:
+    bench = Bench(rings=True)
+    bench.fork.begin_step()
+    with bench.fake.recording() as calls:
+        bench.fork.begin(1, bench.work, bench.y_cpu)
+        bench.fork.join()
+    names = [call.split()[0] for call in calls if "Ctx" not in call]
+    assert names == [
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+        *["cuMemcpyDtoHAsync_v2"] * 4,
+        *["cuLaunchHostFunc"] * 2,  # what rings, and what waits
+        "cuMemcpyHtoDAsync_v2",
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+    ]
+    bench.fork.check()
     bench.close()
 
 
@@ -252,8 +319,11 @@ SCENARIOS: Final[dict[str, Callable[[], None]]] = {
     one.__name__: one
     for one in (
         a_captured_step_is_right_in_every_order,
+        a_captured_step_with_doorbells_is_right_in_every_order,
         a_step_that_is_not_captured_is_right,
         every_wait_and_record_is_needed,
+        every_wait_and_record_is_needed_by_doorbells,
+        a_doorbell_rings_behind_the_copies_and_is_answered_before_the_results_are_copied,
         the_calls_are_those_and_in_this_order,
         faults_of_the_cpu_and_of_the_driver_are_told,
     )

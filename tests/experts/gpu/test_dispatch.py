@@ -183,6 +183,9 @@ class Noted:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
+    def begin_step(self) -> None:
+        self.calls.append("step")
+
     def begin(self, moe_layer_index: int, work: CpuWork, y: torch.Tensor) -> None:
         assert all(one.is_contiguous() for one in (work.x, work.ids, work.weights, y))
         self.calls.append("fork")
@@ -238,7 +241,7 @@ def test_a_layer_runs_on_a_pretended_gpu_in_this_order(tmp_path: Path) -> None:
             out = dispatch.dispatch(1, x, ids, weights)
         assert "freetokend::cache_plan" in mode.names
         assert (tuple(out.shape), out.dtype, out.device) == ((3, HIDDEN), torch.float32, device)
-    assert noted.calls == ["fork", "fill", "slots", "join", "merge"]
+    assert noted.calls == ["step", "fork", "fill", "slots", "join", "merge"]
 
 
 @pytest.mark.parametrize("path", ["decode", "prefill"])
@@ -289,4 +292,4 @@ def test_a_layer_by_the_kernels_of_a_gpu_on_a_pretended_one(path: str, tmp_path:
     names = ("cache_plan", "fill_records", f"slot_experts_{kind}", "merge_branches")
     assert {f"freetokend::{name}" for name in names} <= mode.names
     assert (tuple(out.shape), out.device) == ((3, HIDDEN), device)
-    assert noted.calls == ["fork", "join"]
+    assert noted.calls == ["step", "fork", "join"]
