@@ -30,6 +30,7 @@ from freetokend.experts.gpu.dispatch import (
 from freetokend.experts.gpu.fill_kernel import fill_records
 from freetokend.experts.gpu.merge_kernel import merge_branches
 from freetokend.experts.gpu.slot_experts import SlotExperts
+from freetokend.experts.gpu.transfers import current_stream
 from freetokend.experts.plan.contract import CachePlanner, PlanShape
 from freetokend.experts.plan.native import NativePlanner
 from freetokend.experts.residency import ResidencyState
@@ -47,6 +48,7 @@ from freetokend.tensor.protocols import ExpertDispatch, StepInput, StepRunner
 from freetokend.tensor.state_dict_weights import StateDictWeights
 from freetokend.tensor.torch_program import TorchProgram
 from tests.experts.gpu.bf16_banks import bf16_bank
+from tests.experts.gpu.immediate import ImmediateDriver
 from tests.experts.gpu.reference_ops import ReferenceOps
 from tests.kvcache.gpu.contexts import SEQUENCES, Contexts
 from tests.support.device_model import (
@@ -361,9 +363,12 @@ class Bench:
             bank_experts(self.facts, self.bank.mapped.region_address),
             buffers.addresses(),
         )
+        self.buffers, self.branch = buffers, branch
         self._closing.callback(branch.close)
+        if driver is None and self.kind.interpreted:
+            return StreamFork(ImmediateDriver(), branch, buffers, lambda: 0)
         if driver is None:
             return InlineFork(branch, buffers)
-        fork = StreamFork(driver, branch, buffers, lambda: torch.cuda.current_stream().cuda_stream)
+        fork = StreamFork(driver, branch, buffers, current_stream)
         self._closing.callback(fork.close)
         return fork

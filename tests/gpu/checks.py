@@ -28,6 +28,7 @@ from tests.gpu.bench import BUCKETS, CUDA_SHAPE, HOST_SHAPE, Bench, cuda_kind, h
 from tests.gpu.engine_checks import engine
 from tests.gpu.kernel_checks import attention, fill_rate, flashinfer, merged
 from tests.gpu.rows import Row
+from tests.gpu.start_checks import starts
 from tests.gpu.sweep_checks import chunks, streamed
 
 STEPS: Final = 8
@@ -170,6 +171,21 @@ def graphs(bench: Bench, judge: Judge) -> list[Row]:
             )
         )
     return rows
+
+
+def bells(bench: Bench, judge: Judge) -> list[Row]:
+    """Replays that start the CPU by a doorbell."""
+
+    def replay() -> tuple[float, float]:
+        bench.pool.resize(_share(bench, 0.37))
+        _split_misses(bench, 0.0)
+        pages = bench.pages()
+        graphed = bench.graphed(bench.program(), pages)
+        logits = [bench.run(graphed, pages, at) for at in range(STEPS)]
+        _split_misses(bench, 1.0)
+        return judge.error(logits), LOGITS_ERROR
+
+    return starts(bench, replay)
 
 
 def contents(bench: Bench, judge: Judge) -> list[Row]:
@@ -335,6 +351,7 @@ CHECKS: Final[tuple[Callable[[Bench, Judge], list[Row]], ...]] = (
     parity,
     split,
     graphs,
+    bells,
     contents,
     claims,
     refused_growth,

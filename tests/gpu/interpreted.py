@@ -27,7 +27,7 @@ def main() -> None:
     bench = Bench(interpreted_kind(SHAPE.layers), SHAPE)
     judge = checks.Judge(bench)
     rows: list[Row] = []
-    for check in (checks.split, checks.graphs, checks.contents):
+    for check in (checks.split, checks.graphs, checks.bells, checks.contents):
         rows += check(bench, judge)
     rows += streamed(bench)
     bench.close()
