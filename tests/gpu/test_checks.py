@@ -51,7 +51,7 @@ def test_whole_steps_by_the_interpreted_kernels_of_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout)
-    assert len(rows) == 4
+    assert len(rows) == 5
     assert all(row["passed"] for row in rows), rows
 
 
