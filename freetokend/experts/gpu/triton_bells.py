@@ -64,6 +64,7 @@ def ring_kernel(turns, words, moe_layer_index, INTERPRETED: tl.constexpr):
     shared words. Plain stores: an exchange with the host's memory is none for the CPU on every
     link.
     """
+    words = words.to(tl.int64)  # an address that fits 32 bits comes as such
     number = tl.load(turns) + 1
     tl.store(turns, number)
     store_release(words + _RING + 4, moe_layer_index, INTERPRETED)
@@ -76,6 +77,7 @@ def await_kernel(turns, words, most_polls, INTERPRETED: tl.constexpr):
 
     Once it was, nothing is waited for any more until the host has noticed.
     """
+    words = words.to(tl.int64)
     number = tl.load(turns)
     left = tl.where(tl.load(turns + 1) == 0, most_polls, 0)
     seen = load_acquire(words + _DONE, INTERPRETED)
