@@ -5,6 +5,7 @@ python -m tests.experts.gpu.bells SEED
 
 from __future__ import annotations
 
+import mmap
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 
 from freetokend.core.errors import InternalError
 from freetokend.experts.gpu.cpu_fork import DONE_WORD, LATE_WORD, RING_WORD, HostBuffers
-from freetokend.experts.gpu.doorbells import TritonDoorbell, await_doorbell
+from freetokend.experts.gpu.doorbells import TritonDoorbell, await_doorbell, ring_doorbell
 from tests.experts.gpu.immediate import (
     EXPERTS,
     HIDDEN,
@@ -26,6 +27,8 @@ from tests.experts.gpu.immediate import (
     ImmediateDriver,
     random_work,
 )
+
+MAP_32BIT = 0x40  # of Linux on x86; Python has no name for it
 
 _new_doorbell = partial(
     TritonDoorbell,
@@ -68,6 +71,19 @@ def both_ways_give_the_same_bits(seed: int) -> None:
     words = forked.buffers.words
     assert words[RING_WORD] == words[DONE_WORD] == bell._turns[0] == rung_count - 3
     forked.end()
+
+
+def words_may_lie_low() -> None:
+    """An address that fits 32 bits is one all the same."""
+    memory = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_32BIT)
+    words = torch.frombuffer(memory, dtype=torch.int32)
+    turns = torch.zeros(2, dtype=torch.int32)
+    assert words.data_ptr() < 1 << 31
+    ring_doorbell(turns, words.data_ptr(), 7, interpreted=True)
+    assert words[RING_WORD : RING_WORD + 2].tolist() == [1, 7]
+    words[DONE_WORD] = 1
+    await_doorbell(turns, words.data_ptr(), 3, interpreted=True)
+    assert turns.tolist() == [1, 0]
 
 
 def what_goes_wrong_on_the_cpu_is_told(seed: int) -> None:
@@ -115,6 +131,7 @@ def a_cpu_that_does_not_answer_holds_nothing_up(seed: int) -> None:
 def main(seed: int) -> None:
     both_ways_give_the_same_bits(seed)
     what_goes_wrong_on_the_cpu_is_told(seed)
+    words_may_lie_low()
     a_cpu_that_does_not_answer_holds_nothing_up(seed)
     print("rung")
 
