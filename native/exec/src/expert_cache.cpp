@@ -111,11 +111,14 @@ void ExpertCache::count_plan(Layer& layer, bool first_round) {
   }
   add(kFills, stats_.fills);
   add(kEvictions, stats_.evictions);
-  // What cannot be filled in any round (no slot is free, or the layer's records are not pinned) is
-  // the CPU's.
-  add(kCpu, stats_.fills == 0 ? stats_.cpu + stats_.deferred : stats_.cpu);
+  add(kCpu, is_last_round() ? stats_.cpu + stats_.deferred : stats_.cpu);
   gained_count_.fetch_add(stats_.fills - stats_.evictions, std::memory_order_relaxed);
 }
+
+// Whether another round would find what this one did. Slots that this one used, by fills or by
+// hits, are free in the next; without any, what is left cannot be filled (no slot is free, or the
+// layer's records are not pinned) and is the CPU's.
+bool ExpertCache::is_last_round() const { return stats_.fills == 0 && stats_.hits == 0; }
 
 // What runs before the fills and what after, from where; what stays pending.
 void ExpertCache::place(std::size_t moe_layer_index) {
@@ -130,7 +133,7 @@ void ExpertCache::place(std::size_t moe_layer_index) {
   later_.assign(pending_.size(), -1);
   for (std::size_t pair = 0; pair < pending_.size(); ++pair) {
     if (pending_[pair] < 0) continue;
-    if (physical_[pair] == kDeferred && fills_count_ > 0) continue;
+    if (physical_[pair] == kDeferred && !is_last_round()) continue;
     const auto expert = static_cast<std::size_t>(pending_[pair]);
     const std::int32_t slot = physical_[pair];
     const bool in_slot = slot >= 0 && !arrives(layer, expert);

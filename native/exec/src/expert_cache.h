@@ -77,6 +77,7 @@ class ExpertCache {
   void count_plan(Layer& layer, bool first_round);
   void run(Executor& executor, const RoutedTokens& routed, const std::int32_t* ids);
   void hold(std::size_t moe_layer_index, const std::int32_t* wanted);
+  bool is_last_round() const;
   void place(std::size_t moe_layer_index);
   [[nodiscard]] bool arrives(const Layer& layer, std::size_t expert) const;
   void release(std::size_t moe_layer_index, const RoutedTokens* routed);
