@@ -42,6 +42,9 @@ if [ "$PORT" -lt 1 ] || [ "$PORT" -gt 65535 ]; then
   die "--port takes a number from 1 to 65535, not '$PORT'"
 fi
 
+# Said before minutes of setting up.
+[ -z "$MODEL" ] || [ -d "$MODEL" ] || die "--model $MODEL: there is no such directory"
+
 WORK=${FREETOKEND_QUICKSTART:-$ROOT/.quickstart}
 PID_FILE=$WORK/freetokend.pid LOG=$WORK/freetokend.log
 
@@ -113,7 +116,6 @@ fi
 
 # -- the model ----------------------------------------------------------------------------------
 if [ -n "$MODEL" ]; then
-  [ -d "$MODEL" ] || die "--model $MODEL: there is no such directory"
   MODEL=$(cd "$MODEL" && pwd)
   if [ -f "$MODEL/freetoken_weight.json" ]; then
     FTW=$MODEL
