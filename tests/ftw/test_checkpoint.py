@@ -57,7 +57,7 @@ DAMAGED_HEADERS: dict[str, tuple[Callable[[Header], object], str]] = {
     "wrong shape": (lambda h: h[Q0].update(shape=[64, 128]),
                     rf"{Q0} has the shape \[64, 128\]; config.json says \[128, 64\]"),
     "type that cannot be converted": (lambda h: h[E0].update(dtype="I16"),
-                                      rf"{E0} is I16; only BF16, F16, F32"),
+                                      rf"{E0} is I16; as plain numbers only BF16, F16, F32"),
     "type that nobody knows": (lambda h: h[E0].update(dtype="Q7"), "does not know"),
     "size that does not fit": (lambda h: h[E0].update(shape=[64, 49]), r"differs"),
     "overlap": (lambda h: h[Q0].update(data_offsets=[0, h[Q0]["data_offsets"][1]

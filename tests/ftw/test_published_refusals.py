@@ -93,7 +93,9 @@ REFUSED: dict[str, tuple[Callable[[], Published], Callable[[Published], Change],
     ),
     "an expert that is none": (deepseek_v4, _ids(4), r"tid2eid holds the expert 4; there are 4"),
     "an expert below zero": (deepseek_v4, _ids(-1), "tid2eid holds the expert -1; there are 4"),
-    "a table of reals": (deepseek_v4, _ids(1, "F64"), "tid2eid is F64; only I32, I64 can be"),
+    "a table of reals": (
+        deepseek_v4, _ids(1, "F64"), "tid2eid is F64; as plain numbers only I32, I64 can be",
+    ),
     "no scale": (
         deepseek_v4,
         _without("layers.1.ffn.experts.2.w3.scale"),
