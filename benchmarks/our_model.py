@@ -19,6 +19,7 @@ from freetokend.engine.work import SamplingParams, SequenceWork, StepWork
 from freetokend.enginehost.attach import attach_pool
 from freetokend.enginehost.build import PAGE_TOKENS, build_engine
 from freetokend.enginehost.built import BuiltEngine
+from freetokend.ftw.contents import INDEX_FILE
 from freetokend.ftw.convert import convert
 from freetokend.ftw.formats import parse_format
 from freetokend.ftw.model import Wanted
@@ -45,10 +46,13 @@ def converted(model: SyntheticModel) -> FtwDirectory:
     """The FTW directory beside the model's GGUF file, with the codes of that file.
 
     Of the file itself, but where our reader does not know a type of it: then of the checkpoint,
-    quantised, which gives the same codes.
+    quantised, which gives the same codes. One that is there is used as it is, so that a checkpoint
+    which only it needed can be deleted.
     """
     source = model.gguf_path.parent
     target = source.with_suffix(".ftw")
+    if (target / INDEX_FILE).exists():
+        return FtwDirectory(target)
     if model.experts == "nvfp4":
         formats = Wanted(experts=parse_format(model.experts), dense=parse_format(model.dense))
         convert(model.checkpoint, target, wanted=formats)
