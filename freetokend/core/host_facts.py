@@ -47,6 +47,20 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMemory:
+    """A control group's memory: the limit that the kernel holds it to, and the usage that it could
+    not drop at once."""
+
+    limit_bytes: int
+    used_bytes: int
+
+    @property
+    def left_bytes(self) -> int:
+        """What the group may still take."""
+        return max(self.limit_bytes - self.used_bytes, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CpuLimit:
     """The most CPUs this process gets at once, and why in words that follow "but"."""
 
@@ -67,26 +81,42 @@ def read_host_memory(files: HostFiles, cap_bytes: int | None = None) -> HostMemo
 
     Raises `ResourceError` when MemAvailable cannot be read: a guess could take the machine down.
     """
-    for line in _lines(files.proc / "meminfo"):
-        if line.startswith("MemAvailable:"):
-            available_bytes = int(line.split()[1]) * 1024
-            break
-    else:
+    available_bytes = meminfo_bytes(files).get("MemAvailable")
+    if available_bytes is None:
         raise ResourceError(
             f"MemAvailable cannot be read from {files.proc / 'meminfo'}, so it is unknown how "
             "much memory may be used: make /proc visible to the service",
             reason=Reason.HOST_MEMORY,
         )
-    left = [
-        left_bytes
-        for group in _groups(files, "memory")
-        if (left_bytes := _left_bytes(group)) is not None
-    ]
+    group = group_memory(files)
     return HostMemory(
         mem_available_bytes=available_bytes,
-        cgroup_available_bytes=min(left, default=None),
+        cgroup_available_bytes=None if group is None else group.left_bytes,
         cap_bytes=cap_bytes,
     )
+
+
+def meminfo_bytes(files: HostFiles) -> dict[str, int]:
+    """The sizes of /proc/meminfo by their names there; none when it cannot be read."""
+    sizes = {}
+    for line in _lines(files.proc / "meminfo"):
+        name, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[0].isdecimal() and words[1] == "kB":
+            sizes[name] = int(words[0]) * 1024
+    return sizes
+
+
+def group_memory(files: HostFiles) -> GroupMemory | None:
+    """Of the control groups from our own up to the root, the one that leaves least; None when none
+    has a limit. Above memory.high the kernel does not kill but stops whoever allocates, and the
+    weights cannot be dropped: it is as much a limit as memory.max."""
+    groups = [
+        memory
+        for group in control_groups(files, "memory")
+        if (memory := _memory_of(group)) is not None
+    ]
+    return min(groups, key=lambda memory: memory.left_bytes, default=None)
 
 
 def allowed_cpus() -> tuple[int, ...]:
@@ -128,7 +158,7 @@ def numa_nodes(files: HostFiles, cpus: Iterable[int]) -> tuple[int, ...]:
 
 def cpu_quota_count(files: HostFiles) -> float | None:
     """The tightest CPU quota of the control groups, in CPUs; None without one."""
-    quotas = [quota for group in _groups(files, "cpu") if (quota := _quota_count(group))]
+    quotas = [quota for group in control_groups(files, "cpu") if (quota := _quota_count(group))]
     return min(quotas, default=None)
 
 
@@ -180,7 +210,7 @@ def nvidia_driver_version(files: HostFiles) -> str:
     return versions[0] if versions else "unknown version"
 
 
-def _groups(files: HostFiles, controller: str) -> list[Path]:
+def control_groups(files: HostFiles, controller: str) -> list[Path]:
     """This process's control groups for `controller`, each followed by its ancestors."""
     groups: list[Path] = []
     for line in _lines(files.proc / "self/cgroup"):
@@ -199,22 +229,21 @@ def _groups(files: HostFiles, controller: str) -> list[Path]:
     return groups
 
 
-def _left_bytes(group: Path) -> int | None:
-    """The limit less the usage that the kernel could not drop at once; None without a limit."""
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    cache_name = "inactive_file"
-    if limit is None and used is None:
-        limit = _number(group / "memory.limit_in_bytes")
-        used = _number(group / "memory.usage_in_bytes")
-        cache_name = "total_inactive_file"
-    if limit is None or used is None or limit >= _NO_LIMIT_BYTES:
+def _memory_of(group: Path) -> GroupMemory | None:
+    limits = [_number(group / "memory.max"), _number(group / "memory.high")]
+    used, cache_name = _number(group / "memory.current"), "inactive_file"
+    if limits == [None, None] and used is None:
+        limits = [_number(group / "memory.limit_in_bytes")]
+        used, cache_name = _number(group / "memory.usage_in_bytes"), "total_inactive_file"
+    limit = min((one for one in limits if one is not None), default=_NO_LIMIT_BYTES)
+    if used is None or limit >= _NO_LIMIT_BYTES:
         return None
     reclaimable = 0
     for line in _lines(group / "memory.stat"):
         name, _, value = line.partition(" ")
         if name == cache_name:
             reclaimable = int(value)
-    return max(limit - max(used - reclaimable, 0), 0)
+    return GroupMemory(limit_bytes=limit, used_bytes=max(used - reclaimable, 0))
 
 
 def _quota_count(group: Path) -> float | None:

@@ -15,6 +15,7 @@ from freetokend.core.host_facts import (
     cpu_limit,
     cpu_name,
     cpu_quota_count,
+    meminfo_bytes,
     numa_nodes,
     nvidia_cards,
     nvidia_driver_version,
@@ -182,3 +183,22 @@ def test_the_numa_nodes_of_cpus(files: HostFiles) -> None:
     assert numa_nodes(files, (12,)) == (1,)
     assert numa_nodes(files, (11, 4)) == (0, 1)
     assert numa_nodes(files, (99,)) == ()
+
+
+def test_the_line_above_which_a_group_is_slowed_down_is_a_limit_too(files: HostFiles) -> None:
+    group = files.cgroup_root / "a/b"
+    limit(group, most=9 * GIB, used=GIB)
+    write(group, memory__high=5 * GIB)
+    assert left_bytes(files) == 4 * GIB
+    write(group, memory__high="max")
+    assert left_bytes(files) == 8 * GIB
+    limit(group, most="max", used=GIB)
+    write(group, memory__high=3 * GIB)
+    assert left_bytes(files) == 2 * GIB
+
+
+def test_sizes_of_meminfo_are_in_bytes_and_counts_are_left_out(files: HostFiles) -> None:
+    (files.proc / "meminfo").write_text("MemTotal: 2 kB\nHugePages_Total: 7\n\nodd\nX: y kB\n")
+    assert meminfo_bytes(files) == {"MemTotal": 2048}
+    (files.proc / "meminfo").unlink()
+    assert meminfo_bytes(files) == {}
