@@ -12,6 +12,7 @@ import grpc.aio
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.api.control.v1 import control_pb2_grpc as pb_grpc
 from freetokend.control.cache import cache_response, verify_response
+from freetokend.control.config_values import config_values
 from freetokend.control.operations import ServiceOperations
 from freetokend.control.state import StateKeeper
 from freetokend.control.status import status_message
@@ -69,15 +70,9 @@ class MonitorService(pb_grpc.MonitorServicer):
     async def GetConfig(  # noqa: N802 - the name is the protocol's
         self, request: pb.GetConfigRequest, context: Context
     ) -> pb.GetConfigResponse:
-        """Every key in the order of the schema."""
-        return pb.GetConfigResponse(
-            values=[
-                pb.ConfigValue(
-                    key=value.key, value=value.value, origin=value.origin, reason=value.reason
-                )
-                for value in self._config.values()
-            ]
-        )
+        """Every key in the order of the schema, and what an engine made of those left to it."""
+        snapshot = self._keeper.state().snapshot
+        return pb.GetConfigResponse(values=config_values(self._config, snapshot))
 
     async def GetCache(  # noqa: N802 - the name is the protocol's
         self, request: pb.GetCacheRequest, context: Context

@@ -20,7 +20,7 @@ from freetokend.core.errors import FreetokenError, Reason, reaction
 from freetokend.core.host_facts import HostFiles, read_host_memory
 from freetokend.daemon.notify import ServiceManager
 from freetokend.daemon.options import Options, parse_options
-from freetokend.daemon.preflight import check_layers, check_memory, check_model, check_start
+from freetokend.daemon.preflight import check_cache, check_memory, check_model, check_start
 from freetokend.daemon.service import Service, ServicePlan
 
 _log = logs.logger(__name__)
@@ -60,7 +60,7 @@ def make_plan(options: Options) -> ServicePlan:
         index = check_model(Path(config.model.path))
         cap_bytes = config.pool.max_bytes or None
         check_memory(index, read_host_memory(HostFiles(), cap_bytes))
-    check_layers(config, index)
+    check_cache(config, index)
     return ServicePlan(config=config, facts=facts, index=index, script_file=options.script_file)
 
 

@@ -12,12 +12,14 @@ from freetokend.core.config import ResolvedConfig
 from freetokend.core.errors import ConfigError, ModelDataError
 from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import refuse_unserved
+from freetokend.core.units import format_bytes
 from freetokend.daemon.http import check_http
 from freetokend.ftw.index import INDEX_FILE, FtwIndex, read_index
 from freetokend.link.control_side import LinkServer
 from freetokend.native.pool import create_pool_file, pool_length_bytes
 from freetokend.policy.layer_overrides import parse_layers
 from freetokend.policy.memory import MemoryDemand, require_host_memory
+from freetokend.policy.vram_budget import check_slots_count
 from freetokend.serving.model_text import load_model_text
 
 
@@ -55,14 +57,25 @@ def check_memory(index: FtwIndex, memory: HostMemory) -> None:
     require_host_memory(memory, MemoryDemand(pool_bytes=pool_length_bytes(index.region_bytes)))
 
 
-def check_layers(config: ResolvedConfig, index: FtwIndex | None) -> None:
-    """Raises `ConfigError` for an `engine.layers` that cannot be read or names layers which the
-    model does not have. `index` is None for a scripted engine, which has no model."""
+def check_cache(config: ResolvedConfig, index: FtwIndex | None) -> None:
+    """Raises `ConfigError` for what no device could make of the settings of the expert cache with
+    this model: layers that it does not have, more slots than experts, or than the memory that was
+    set for them holds. `index` is None for a scripted engine, which has no model."""
+    engine = config.engine
     try:
-        parse_layers(
-            config.engine.layers,
-            None if index is None else index.expert_bank.moe_layers_count,
-        )
+        bank = None if index is None else index.expert_bank
+        parse_layers(engine.layers, None if bank is None else bank.moe_layers_count)
+        if bank is None or not engine.slots_count:
+            return
+        check_slots_count(engine.slots_count, bank.experts_count)
+        slots_bytes = engine.slots_count * bank.record_bytes
+        if 0 < engine.device_bytes < slots_bytes:
+            raise ConfigError(
+                f"engine.slots_count = {engine.slots_count} takes {format_bytes(slots_bytes)}, and "
+                f"engine.device_bytes is {format_bytes(engine.device_bytes)}, which also has to "
+                "hold the KV pages. Lower the one or raise the other.",
+                param="engine.slots_count",
+            )
     except ConfigError as error:
         origin = next(one.origin for one in config.values() if one.key == error.param)
         raise ConfigError(f"{origin}: {error.message}", param=error.param) from None

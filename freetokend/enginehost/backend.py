@@ -91,6 +91,36 @@ def choose_device(settings: EngineSettings, gpus: GpuPresence) -> Device:
             )
 
 
+def cache_key(settings: EngineSettings) -> str:
+    """The first setting that was made and that only an expert cache can honour; empty: none."""
+    made = {
+        "engine.slots_count": settings.slots_count,
+        "engine.preset": settings.preset != "auto",
+        "engine.sweep_tokens": settings.sweep_tokens,
+        "engine.layers": settings.layers,
+    }
+    return next((key for key, is_set in made.items() if is_set), "")
+
+
+def without_cache(settings: EngineSettings, reason: str) -> BackendChoice:
+    """The CPU, because of what nobody could know when the settings were made.
+
+    ConfigError where they ask for a cache all the same: a backend with one, or a size of it.
+    """
+    if settings.backend in GPU_BACKENDS:
+        raise ConfigError(
+            f'engine.backend = "{settings.backend}" is not possible: {reason}. Set it to "cpu".',
+            param="engine.backend",
+        )
+    if key := cache_key(settings):
+        raise ConfigError(
+            f"{key} is set, which is for an expert cache, and there cannot be one: {reason}. "
+            f"Remove {key}.",
+            param=key,
+        )
+    return BackendChoice(backend="cpu", reason=reason)
+
+
 def uses_host_device(settings: EngineSettings) -> bool:
     """Whether an expert cache in ordinary memory was asked for."""
     return settings.device == Device.HOST and settings.backend != "cpu"

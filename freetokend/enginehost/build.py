@@ -17,7 +17,13 @@ from freetokend.core.model_config import ModelFacts, model_facts
 from freetokend.engine.step import Engine
 from freetokend.engine.sweep import SweepingEngine
 from freetokend.engine.work import StepEngine
-from freetokend.enginehost.backend import BackendChoice, Device, uses_cuda, uses_host_device
+from freetokend.enginehost.backend import (
+    BackendChoice,
+    Device,
+    uses_cuda,
+    uses_host_device,
+    without_cache,
+)
 from freetokend.enginehost.build_cache import (
     CachedExperts,
     CacheInputs,
@@ -231,16 +237,14 @@ class _Builder:
 
     def _with_cache(self) -> BuiltEngine | BackendChoice:
         """Experts in slots of the host device; the choice where it is to do without."""
-        bank = self._index.expert_bank
+        bank, settings = self._index.expert_bank, self._settings
         if not bank.experts_count:
-            return BackendChoice(
-                backend="cpu", reason="the model has no routed experts that a cache could hold"
-            )
+            return without_cache(settings, "the model has no routed experts")
         sweep_tokens = self._sweep_tokens(self._memory.mem_available_bytes, self._workspace_bytes)
         inputs = CacheInputs(
             mapped=MappedBank(bank=bank, region_address=self._region_address),
             facts=self._facts,
-            settings=self._settings,
+            settings=settings,
             executor=self._executor,
             numerics=self._numerics,
             sweep_tokens=sweep_tokens,

@@ -12,7 +12,7 @@ from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts
 from freetokend.device.arena import ArenaError
 from freetokend.device.host_arena import HostArena
-from freetokend.enginehost.backend import BackendChoice
+from freetokend.enginehost.backend import BackendChoice, cache_key
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.cache import CacheSpec, ExpertCache
 from freetokend.experts.host_rates import BURST_COUNT, HostRates, measure_host_rates
@@ -41,6 +41,7 @@ from freetokend.policy.vram_budget import (
     VramFacts,
     VramPlan,
     VramWishes,
+    least_bytes,
     plan_vram,
 )
 
@@ -263,7 +264,12 @@ def _unusable(settings: EngineSettings, sample: VerifyReport) -> BackendChoice:
             "check the machine's memory and the driver.",
             reason=Reason.DEVICE_UNUSABLE,
         )
-    return BackendChoice(backend=Backend.CPU.value, reason=reason, notes=())
+    key = cache_key(settings)
+    return BackendChoice(
+        backend=Backend.CPU.value,
+        reason=reason,
+        notes=(f"{key} has no effect: {reason}.",) if key else (),
+    )
 
 
 def _auto_device_bytes(inputs: CacheInputs, shape: KvShape) -> int:
@@ -276,7 +282,8 @@ def _auto_device_bytes(inputs: CacheInputs, shape: KvShape) -> int:
     )
     kv_bytes = settings.kv_bytes or pages_for(tokens, shape.page_tokens) * shape.page_bytes
     # Each of both may take a part of a granule more.
-    return slots * bank.record_bytes + kv_bytes + 2 * DEFAULT_GRANULARITY_BYTES
+    share_bytes = slots * bank.record_bytes + kv_bytes + 2 * DEFAULT_GRANULARITY_BYTES
+    return max(share_bytes, least_bytes(_device_facts(inputs, shape, 0), _wishes(settings)))
 
 
 def _costs(inputs: CacheInputs, measured: HostRates) -> StepCosts:
@@ -306,6 +313,8 @@ def _decision(inputs: CacheInputs, plan: VramPlan, costs: StepCosts) -> BackendD
             fillable_layers_count=bank.moe_layers_count,
             cpu_kernel=True,
             weight_format=bank.format,
+            cache_key=cache_key(inputs.settings),
+            misses_key="engine.layers" if inputs.settings.layers else "",
             costs=costs,
         ),
     )

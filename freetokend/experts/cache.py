@@ -123,6 +123,7 @@ class ExpertCache:
         )
         self._dispatch.set_ahead_count(spec.layers_ahead_count)
         self._swept_layers_count = 1 + spec.layers_ahead_count
+        self._fill_misses = spec.fill_misses
         self._kept_share = spec.kept_share
         self._resident_base_count = 0
 
@@ -274,7 +275,7 @@ class ExpertCache:
             committed_bytes=self._pool.committed_bytes,
             generation=self._pool.generation,
             layers=self._dispatch.layer_counters(),
-            fill_counts=tuple(tuple(row) for row in self._fill_count[_SPLIT_TABLE].tolist()),
+            fill_counts=tuple(tuple(row) for row in self._used_table().tolist()),
             fills_count=totals.fills_count,
             fill_bytes=totals.bytes,
             fill_busy_s=totals.busy_s,
@@ -294,6 +295,15 @@ class ExpertCache:
         """End the thread that fills and give the memory back; no step may run any more."""
         self._link.close()
         self._pool.close()
+
+    def _used_table(self) -> torch.Tensor:
+        """int32 [buckets, E + 1]: of m missing experts so many are filled, in the layers that are
+        split by the rates; where none is, in those that fill; where none does either, nothing."""
+        fillable = self._fillable != 0
+        if self._fill_misses or not bool(fillable.any()):
+            return self._fill_count[_FILL_TABLE] * int(fillable.any())
+        is_split = bool((self._table_of_layer[fillable] == _SPLIT_TABLE).any())
+        return self._fill_count[_SPLIT_TABLE if is_split else _FILL_TABLE]
 
     def _resident_count(self) -> int:
         return self._resident_base_count + self._dispatch.gained_count

@@ -47,8 +47,9 @@ class BackendFacts:
 
     device_problem: why no device can be used, empty if one can. slots_count: what the budget gives
     to experts. fillable_layers_count: MoE layers whose records are pinned. cpu_kernel: whether the
-    CPU executes this weight format. costs: None while nothing has been measured. miss_ratio: as
-    measured, None to estimate it from the number of slots.
+    CPU executes this weight format. cache_key, misses_key: a setting that was made and that only an
+    expert cache, or only one with misses, can honour; empty if there is none. costs: None while
+    nothing has been measured. miss_ratio: as measured, None to estimate it from the slots.
     """
 
     device_problem: str
@@ -59,6 +60,8 @@ class BackendFacts:
     fillable_layers_count: int
     cpu_kernel: bool
     weight_format: str
+    cache_key: str = ""
+    misses_key: str = ""
     costs: StepCosts | None = None
     miss_ratio: float | None = None
 
@@ -239,16 +242,22 @@ def _problem(backend: Backend, facts: BackendFacts) -> str:
     """Why the backend cannot be had; empty if it can."""
     no_kernel = f"the CPU has no kernel for {facts.weight_format}"
     if backend is Backend.CPU:
+        if facts.cache_key:
+            return f"{facts.cache_key} is set, which is for an expert cache"
         return "" if facts.cpu_kernel else no_kernel
     if facts.device_problem:
         return facts.device_problem
     if backend is Backend.FUSED:
+        if facts.misses_key:
+            return (
+                f"{facts.misses_key} is set, and nothing is missing where every expert has a slot"
+            )
         if facts.slots_count >= facts.experts_count:
             return ""
         needed_bytes = facts.experts_count * facts.record_bytes
         return (
-            f"all {facts.experts_count} experts take {format_bytes(needed_bytes)}, and there is "
-            f"room for {facts.slots_count} ({format_bytes(facts.slots_count * facts.record_bytes)})"
+            f"all {facts.experts_count} experts take {format_bytes(needed_bytes)}, and there are "
+            f"{facts.slots_count} slots ({format_bytes(facts.slots_count * facts.record_bytes)})"
         )
     if facts.slots_count < 1:
         return "the GPU has no room for an expert"

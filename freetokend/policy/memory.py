@@ -13,12 +13,15 @@ from freetokend.core.errors import Reason, ResourceError
 from freetokend.core.host_facts import HostMemory
 
 GIB: Final = 1 << 30
+MIB: Final = 1 << 20
 # The household's other programs: below this the kernel starts to reclaim file caches in earnest.
 DEFAULT_HEADROOM_BYTES: Final = 768 << 20
 
 
 def gib(value_bytes: int) -> str:
-    """Bytes for people, in GiB with two digits."""
+    """Bytes for people, in GiB with two digits; what would have less than two of them, in MiB."""
+    if 0 < abs(value_bytes) < GIB // 10:
+        return f"{value_bytes / MIB:.2f} MiB"
     return f"{value_bytes / GIB:.2f} GiB"
 
 

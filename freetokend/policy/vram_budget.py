@@ -159,6 +159,11 @@ def plan_vram(facts: VramFacts, wishes: VramWishes) -> VramPlan:
     return _plan(facts, wishes, _last_that_fits(facts, path, room_bytes), room_bytes)
 
 
+def least_bytes(facts: VramFacts, wishes: VramWishes) -> int:
+    """What slots and KV take at the least; `free_bytes` does not matter. Raises ConfigError."""
+    return _bytes_at(facts, _path(facts, wishes)[0])
+
+
 def _total_bytes(facts: VramFacts) -> int:
     sizes = (facts.own_bytes, *(size for _, size in facts.fixed_rows))
     counts = (
@@ -210,8 +215,8 @@ def _path(facts: VramFacts, wishes: VramWishes) -> list[_Place]:
             start = _Place(two_layers, pages(_PRESET_TOKENS[wishes.preset]))
             path = _together(facts, start, most, AGENT_KV_SHARE_PERCENT)
     if wishes.slots_count is not None:
-        slots = _asked_slots(facts, wishes.slots_count)
-        path = [place._replace(slots=slots) for place in path]
+        check_slots_count(wishes.slots_count, facts.experts_count)
+        path = [place._replace(slots=wishes.slots_count) for place in path]
     if wishes.kv_bytes is not None:
         held = _asked_pages(facts, wishes.kv_bytes)
         path = [place._replace(pages=held) for place in path]
@@ -249,15 +254,15 @@ def _most_pages(facts: VramFacts, wishes: VramWishes) -> int:
     return one_sequence * facts.max_running_count
 
 
-def _asked_slots(facts: VramFacts, slots_count: int) -> int:
-    if not min(1, facts.experts_count) <= slots_count <= facts.experts_count:
+def check_slots_count(slots_count: int, experts_count: int) -> None:
+    """Raises ConfigError for a number of slots that no memory could make useful."""
+    if not min(1, experts_count) <= slots_count <= experts_count:
         raise ConfigError(
-            f"engine.slots_count = {slots_count}; the model has {facts.experts_count} experts, so "
-            f'it must be from 1 to {facts.experts_count}, or "auto". To use no slots at all, set '
+            f"engine.slots_count = {slots_count}; the model has {experts_count} experts, so "
+            f'it must be from 1 to {experts_count}, or "auto". To use no slots at all, set '
             'engine.backend to "cpu".',
             param="engine.slots_count",
         )
-    return slots_count
 
 
 def _asked_pages(facts: VramFacts, kv_bytes: int) -> int:

@@ -150,6 +150,24 @@ async def test_version_and_configuration(monitor: grpc.aio.Channel, runtime_dir:
     assert values["engine.backend"].reason == "no NVIDIA GPU is present"
 
 
+async def test_what_was_left_to_the_engine_says_what_it_chose(
+    gateway: FakeGateway, monitor: grpc.aio.Channel
+) -> None:
+    stub = pb_grpc.MonitorStub(monitor)
+    keys = ("engine.kv_bytes", "engine.max_context_tokens", "engine.slots_count")
+    gateway.set(description=None)
+    values = {one.key: one for one in (await stub.GetConfig(pb.GetConfigRequest())).values}
+    assert not any(values[key].reason.startswith("now ") for key in keys)
+    gateway.set(description=CACHED)
+    values = {one.key: one for one in (await stub.GetConfig(pb.GetConfigRequest())).values}
+    assert {values[key].value for key in keys} == {'"auto"'}
+    assert values["engine.kv_bytes"].reason.startswith("now 1 GiB; sized by the engine")
+    assert values["engine.max_context_tokens"].reason.startswith("now 32768 tokens; ")
+    assert values["engine.slots_count"].reason.startswith("now 8 at the start; ")
+    # Decided before there was an engine: nothing to add.
+    assert values["engine.backend"].reason == "no NVIDIA GPU is present"
+
+
 async def test_admin_verbs_reach_the_daemon(
     operations: FakeOperations, admin: grpc.aio.Channel
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from freetokend.core.config import ResolvedConfig, gather_facts, load_config, resolve
 from freetokend.core.errors import ConfigError, ModelDataError, Reason, ResourceError
 from freetokend.core.host_facts import HostMemory
-from freetokend.daemon.preflight import check_layers, check_memory, check_model, check_start
+from freetokend.daemon.preflight import check_cache, check_memory, check_model, check_start
 from freetokend.ftw.convert import convert
 from freetokend.ftw.index import FtwIndex
 from freetokend.native.pool import pool_length_bytes
@@ -45,25 +46,36 @@ def test_what_is_no_model_is_named(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "words"),
+    ("asked", "words"),
     [
-        ("0..1=cpu", 'command line: engine.layers: "0..1=cpu": it is not .*did you mean "0-1=cpu"'),
-        ("0-99=cpu", "there is no MoE layer 99, the model has 0 to"),
+        (
+            {"layers": "0..1=cpu"},
+            'command line: engine.layers: "0..1=cpu": it is not .*did you mean "0-1=cpu"',
+        ),
+        ({"layers": "0-99=cpu"}, "there is no MoE layer 99, the model has 0 to"),
+        ({"slots_count": 9}, "command line: engine.slots_count = 9; the model has 8 experts"),
+        (
+            {"slots_count": 2, "device_bytes": "1MiB"},
+            "slots_count = 2 takes 2 MiB, and engine.device_bytes is 1 MiB",
+        ),
     ],
 )
-def test_layers_are_refused_before_a_start(index: FtwIndex, layers: str, words: str) -> None:
-    asked: dict[str, object] = {
+def test_a_cache_that_cannot_be_is_refused_before_a_start(
+    index: FtwIndex, asked: dict[str, object], words: str
+) -> None:
+    asked = {
         "model.path": "/m",
         "engine.device": "host",
-        "engine.layers": layers,
+        **{f"engine.{key}": value for key, value in asked.items()},
     }
     nowhere = Path("/nonexistent")
     config = resolve(
         load_config(overrides=asked, vendor_file=nowhere, system_file=nowhere / "x.toml"),
         gather_facts(),
     )
+    large = replace(index, expert_bank=replace(index.expert_bank, record_bytes=1 << 20))
     with pytest.raises(ConfigError, match=words):
-        check_layers(config, index)
+        check_cache(config, large)
 
 
 def test_memory_that_suffices_exactly_and_one_byte_less(index: FtwIndex) -> None:
@@ -79,7 +91,7 @@ def test_memory_that_suffices_exactly_and_one_byte_less(index: FtwIndex) -> None
     [
         (
             HostMemory(mem_available_bytes=64 * GIB, cgroup_available_bytes=1 << 20),
-            "the cgroup's memory limit allows 0.00 GiB",
+            "the cgroup's memory limit allows 1.00 MiB",
         ),
         (HostMemory(mem_available_bytes=64 * GIB, cap_bytes=1 << 20), "pool.max_bytes allows"),
     ],

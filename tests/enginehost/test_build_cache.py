@@ -136,7 +136,7 @@ def test_a_device_that_the_machine_has_no_memory_for_is_refused(plan: Plan) -> N
         with pytest.raises(ResourceError) as caught:
             plan(memory, device_bytes=2 * GIB)
         message = caught.value.message
-        for number in ("2.00 GiB", "0.01 GiB", "0.75 GiB", "engine.device_bytes"):
+        for number in ("2.00 GiB", "10.00 MiB", "0.75 GiB", "engine.device_bytes"):
             assert number in message, message
         assert caught.value.reason is Reason.HOST_MEMORY
     with pytest.raises(ResourceError):
@@ -164,6 +164,12 @@ def test_presets_say_what_the_device_is_used_for(plan: Plan) -> None:
     assert minimum.kv_pages_count <= chat.kv_pages_count <= agent.kv_pages_count
     with pytest.raises(ConfigError, match='"agent"'):
         plan(preset="agent", device_bytes=2 * MIB)
+
+
+@pytest.mark.parametrize("preset", ["minimum", "chat", "agent"])
+def test_a_device_of_no_stated_size_has_room_for_every_preset(plan: Plan, preset: str) -> None:
+    assert plan(preset=preset).slots_count >= LAYER
+    assert plan(preset=preset, kv_bytes=16 * MIB).kv_bytes == 16 * MIB
 
 
 def built(inputs: CacheInputs, planned: VramPlan) -> CachedExperts:
@@ -203,7 +209,7 @@ def test_fused_has_every_expert_from_the_start_or_is_refused(new: New, plan: Pla
         made.cache.check_integrity()
     finally:
         made.cache.close()
-    with pytest.raises(ConfigError, match="room for 9") as caught:
+    with pytest.raises(ConfigError, match="there are 9 slots") as caught:
         build_cache(new(backend="fused"), plan(slots_count=9))
     assert caught.value.param == "engine.backend"
     with pytest.raises(ConfigError, match="every expert has a slot"):
@@ -212,12 +218,50 @@ def test_fused_has_every_expert_from_the_start_or_is_refused(new: New, plan: Pla
 
 def test_auto_takes_the_least_estimate_and_names_the_others(new: New, plan: Plan) -> None:
     # a link of a dial-up modem: every expert is better executed where it is
-    inputs = new(backend="auto", slots_count=9, link_bytes_per_s=100_000)
-    choice = build_cache(inputs, plan(slots_count=9))
+    choice = build_cache(new(backend="auto", link_bytes_per_s=100_000), plan(slots_count=9))
     assert isinstance(choice, BackendChoice)
     assert choice.backend == "cpu"
     for name in ("fused is not possible", "offload", "hybrid"):
         assert name in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("slots_count", 9), ("preset", "chat"), ("sweep_tokens", 512), ("layers", "0=fill")],
+)
+def test_auto_does_not_drop_what_only_a_cache_can_honour(
+    new: New, plan: Plan, key: str, value: int | str
+) -> None:
+    made = built(new(backend="auto", link_bytes_per_s=100_000, **{key: value}), plan(slots_count=9))
+    assert made.backend.backend in ("offload", "hybrid")
+    assert f"cpu is not possible: engine.{key} is set" in made.backend.reason
+
+
+def test_auto_has_misses_where_layers_say_what_becomes_of_them(new: New, plan: Plan) -> None:
+    made = built(new(backend="auto", layers="0=cpu"), plan(slots_count=EXPERTS))
+    assert made.backend.backend in ("offload", "hybrid")
+    assert "fused is not possible: engine.layers is set" in made.backend.reason
+
+
+@pytest.mark.parametrize(
+    ("backend", "layers", "row"),
+    [
+        ("offload", "", [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        ("hybrid", "0-3=fill", [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        ("hybrid", "0-3=cpu", [0] * 9),
+        ("hybrid", "0=cpu,1=fill", [0, 2, 2, 2, 2, 2, 2, 2, 2]),
+    ],
+)
+def test_the_table_that_is_shown_is_the_one_in_use(
+    new: New, plan: Plan, backend: str, layers: str, row: list[int]
+) -> None:
+    made = build_cache(new(backend=backend, layers=layers, slots_count=9), plan(slots_count=9))
+    assert isinstance(made, CachedExperts)
+    try:
+        made.cache.set_fill_counts([[0] + [2] * LAYER])
+        assert list(made.cache.counters().fill_counts[0]) == row
+    finally:
+        made.cache.close()
 
 
 def test_a_sweep_begins_where_it_pays_and_nowhere_else(new: New, plan: Plan) -> None:
@@ -310,6 +354,11 @@ def test_a_device_that_does_not_hold_what_was_copied_is_not_served_from(
     assert isinstance(choice, BackendChoice)
     assert choice.backend == "cpu"
     assert "differ from the pool" in choice.reason
+    assert choice.notes == ()
+    choice = build_cache(new(backend="auto", slots_count=9), plan(slots_count=9))
+    assert isinstance(choice, BackendChoice)
+    assert choice.backend == "cpu"
+    assert choice.notes[0].startswith("engine.slots_count has no effect: ")
 
 
 @pytest.mark.parametrize("slots_count", [1, 3, EXPERTS])

@@ -75,6 +75,13 @@ def candidate(facts: BackendFacts, backend: Backend) -> Candidate:
         (replace(FACTS, cpu_kernel=False), Backend.OFFLOAD),
         # no layer is pinned: the device computes the rest and what has a slot
         (replace(FACTS, fillable_layers_count=0), Backend.HYBRID),
+        # what was set needs a cache, or a cache with misses
+        (replace(FACTS, costs=rates(0.1, 48), slots_count=64), Backend.CPU),
+        (
+            replace(FACTS, costs=rates(0.1, 48), slots_count=64, cache_key="engine.layers"),
+            Backend.HYBRID,
+        ),
+        (replace(FACTS, slots_count=10_240, misses_key="engine.layers"), Backend.OFFLOAD),
         (replace(FACTS, device_problem=NO_GPU), Backend.CPU),
         (replace(FACTS, slots_count=0), Backend.CPU),
         # a GPU behind a link so slow, and so little room, that it is in the way
@@ -115,7 +122,7 @@ def test_every_candidate_has_its_seconds_or_its_reason() -> None:
     fused = candidate(FACTS, Backend.FUSED)
     assert not fused.possible
     assert fused.token_s is None
-    assert fused.reason == ("all 10240 experts take 60 GiB, and there is room for 3789 (22.2 GiB)")
+    assert fused.reason == ("all 10240 experts take 60 GiB, and there are 3789 slots (22.2 GiB)")
     ratio = 0.1617
     assert candidate(FACTS, Backend.OFFLOAD).token_s == pytest.approx(
         offload_s(COSTS, miss_ratio=ratio), rel=0.01

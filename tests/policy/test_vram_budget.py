@@ -333,7 +333,7 @@ def test_nothing_fits() -> None:
         plan_vram(with_room(-GIB, own_bytes=GIB // 2), AUTO)
     assert caught.value.reason is Reason.DEVICE_MEMORY
     assert caught.value.message.startswith("The model does not fit on this GPU: dense weights 4.00")
-    assert "experts 0.05 GiB (8 of 10240 slots of 6 MiB)" in caught.value.message
+    assert "experts 48.00 MiB (8 of 10240 slots of 6 MiB)" in caught.value.message
     assert "there is 6.50 GiB (free 6.00 GiB + own 0.50 GiB), 0.62 GiB too little" in (
         caught.value.message
     )
@@ -372,7 +372,7 @@ def test_a_model_without_experts_has_no_slots() -> None:
 def test_the_split_as_people_read_it() -> None:
     assert plan_vram(FACTS, VramWishes(preset=Preset.MINIMUM)).split == (
         "dense weights 4.00 GiB + workspace 1.00 GiB + recurrent states 0.25 GiB + graphs 0.25 GiB "
-        "+ cushion 1.50 GiB + experts 1.50 GiB (256 of 10240 slots of 6 MiB) + KV 0.08 GiB (256 "
+        "+ cushion 1.50 GiB + experts 1.50 GiB (256 of 10240 slots of 6 MiB) + KV 80.00 MiB (256 "
         "pages of 16 tokens) = 8.58 GiB, 21.42 GiB left of 30.00 GiB (free 30.00 GiB + own 0.00 "
         "GiB); 4096 tokens of KV for all requests, 4096 for one, limited by the KV pool"
     )
