@@ -36,8 +36,8 @@ class LayerStream(Protocol):
         """Whether there is room for two layers now."""
         ...
 
-    def prefetch(self, moe_layer_index: int) -> None:
-        """Start streaming a layer's experts."""
+    def prefetch(self, moe_layer_index: int, *, wanted: torch.Tensor | None = None) -> None:
+        """Start streaming a layer's experts; `wanted`: as of `KnownAhead`, None for all."""
         ...
 
     def let_go(self) -> None:
@@ -45,11 +45,21 @@ class LayerStream(Protocol):
         ...
 
 
+class KnownAhead(Protocol):
+    """Routing that follows from the token ids, as that of DeepSeek-V4's first layers does."""
+
+    def wanted(self, moe_layer_index: int, token_ids: torch.Tensor) -> torch.Tensor | None:
+        """int32 [experts per layer], where the ids are, not 0 for the experts that the tokens [N]
+        choose; None for a layer of which that is known only when it is computed."""
+        ...
+
+
 class SweepingEngine(Engine):
     """An Engine that also computes sweeps, with a program of their own: while one is under way
     its buffers keep what steps in between must not touch.
 
-    sweep_from_tokens: as of `SweepEngine`, for a cache with room for two layers.
+    sweep_from_tokens: as of `SweepEngine`, for a cache with room for two layers. known_ahead: of
+    layers that it knows only what the tokens need is streamed.
     """
 
     def __init__(
@@ -60,12 +70,14 @@ class SweepingEngine(Engine):
         stream: LayerStream,
         *,
         sweep_from_tokens: int,
+        known_ahead: KnownAhead | None = None,
     ) -> None:
         super().__init__(program, kv)
         self._sweep_program = sweep_program
         self._ends = layer_ends(sweep_program.program)
         self._stream = stream
         self._sweep_from_tokens = sweep_from_tokens
+        self._known_ahead = known_ahead
 
     @property
     def sweep_from_tokens(self) -> int:
@@ -75,8 +87,14 @@ class SweepingEngine(Engine):
     def begin_sweep(self, work: StepWork) -> LayerSweep:
         """The first layer's experts are on their way when this returns."""
         prepared = self.prepare(work)
-        self._stream.prefetch(0)
+        self._stream.prefetch(0, wanted=self.wanted(0, prepared))
         return LayerSweep(self, self._sweep_program, self._stream, self._ends, prepared)
+
+    def wanted(self, moe_layer_index: int, prepared: Prepared) -> torch.Tensor | None:
+        """See `KnownAhead`."""
+        if self._known_ahead is None:
+            return None
+        return self._known_ahead.wanted(moe_layer_index, prepared.step.token_ids)
 
 
 class LayerSweep:
@@ -96,6 +114,7 @@ class LayerSweep:
         self._ends = list(ends)
         self._prepared = prepared
         self._first = 0
+        self._next_layer = 1
 
     @torch.inference_mode()
     def advance(self) -> StepOutcome | None:
@@ -103,6 +122,7 @@ class LayerSweep:
         step, kv = self._prepared.step, self._prepared.kv
         try:
             last = self._ends.pop(0)
+            self._prefetch_known()
             self._program.execute(step, kv, first=self._first, last=last)
             self._first = last
             if self._ends:
@@ -111,6 +131,14 @@ class LayerSweep:
         except BaseException:
             self._stream.let_go()
             raise
+
+    def _prefetch_known(self) -> None:
+        """What the next layer needs, before the experts of this one would stream all of it."""
+        if self._ends:
+            wanted = self._engine.wanted(self._next_layer, self._prepared)
+            if wanted is not None:
+                self._stream.prefetch(self._next_layer, wanted=wanted)
+            self._next_layer += 1
 
     def abandon(self) -> None:
         self._stream.let_go()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from freetokend.engine.sweep import SweepingEngine, layer_ends
+from freetokend.engine.sweep import KnownAhead, SweepingEngine, layer_ends
 from freetokend.engine.work import SamplingParams, SequenceWork, StepWork, SweepEngine
 from freetokend.kvcache.torch_store import TorchKvStore
 from freetokend.policy.kv_sizing import KvShape
@@ -59,8 +59,9 @@ class FakeStream:
     log: list[object] = field(default_factory=list)
     can_sweep: bool = True
 
-    def prefetch(self, moe_layer_index: int) -> None:
-        self.log.append(f"prefetch {moe_layer_index}")
+    def prefetch(self, moe_layer_index: int, *, wanted: torch.Tensor | None = None) -> None:
+        some = "" if wanted is None else f" {wanted.nonzero().flatten().tolist()}"
+        self.log.append(f"prefetch {moe_layer_index}{some}")
 
     def let_go(self) -> None:
         self.log.append("let go")
@@ -74,7 +75,18 @@ class Rig:
     log: list[object]
 
 
-def rig(kinds: str = "..e..e..e.") -> Rig:
+class TableOfFirst:
+    """Routing by token id in all layers but the last."""
+
+    def wanted(self, moe_layer_index: int, token_ids: torch.Tensor) -> torch.Tensor | None:
+        if moe_layer_index == 2:
+            return None
+        chosen = torch.zeros(VOCAB, dtype=torch.int32)
+        chosen[token_ids + moe_layer_index] = 1
+        return chosen
+
+
+def rig(kinds: str = "..e..e..e.", known_ahead: KnownAhead | None = None) -> Rig:
     log: list[object] = []
     runner, stream = FakeRunner(program(kinds), log), FakeStream(log)
     shape = KvShape(layers_count=1, kv_heads_count=1, head_size=2, element_bytes=4, page_tokens=4)
@@ -85,6 +97,7 @@ def rig(kinds: str = "..e..e..e.") -> Rig:
         store,
         stream,
         sweep_from_tokens=7,
+        known_ahead=known_ahead,
     )
     return Rig(engine, runner, stream, log)
 
@@ -124,6 +137,20 @@ def test_every_op_is_run_once_and_the_ends_of_prompts_are_sampled() -> None:
     assert outcome is not None
     assert [(one.key, one.token_id) for one in outcome.outcomes] == [(0, 11), (2, 13)]
     assert made.log == ["prefetch 0", (0, 3), "choose", (3, 6), (6, 10)]
+
+
+def test_experts_known_ahead_are_asked_for_before_the_layer_ahead_of_them() -> None:
+    made = rig(known_ahead=TableOfFirst())
+    sweep = made.engine.begin_sweep(work(0))
+    while sweep.advance() is None:
+        pass
+    assert made.log == [
+        "prefetch 0 [3, 4, 10]",
+        "prefetch 1 [4, 5, 11]",
+        (0, 3),
+        (3, 6),
+        (6, 10),
+    ]
 
 
 def test_no_room_for_two_layers_no_sweep() -> None:

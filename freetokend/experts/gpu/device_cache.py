@@ -91,9 +91,9 @@ class DeviceCache:
         """Whether there is room for two layers, without which nothing is streamed ahead."""
         return self._sweeps.can_sweep
 
-    def prefetch(self, moe_layer_index: int) -> None:
-        """Start streaming a layer that a sweep will come to."""
-        self._sweeps.prefetch(moe_layer_index)
+    def prefetch(self, moe_layer_index: int, *, wanted: torch.Tensor | None = None) -> None:
+        """Start streaming a layer that a sweep will come to; see `SlotSweeps.prefetch`."""
+        self._sweeps.prefetch(moe_layer_index, wanted=wanted)
 
     def let_go(self) -> None:
         """Free what is held for a sweep."""
