@@ -1,4 +1,4 @@
-"""Composition of the control plane: state, metrics, health, and the servers on two sockets."""
+"""Composition of the control plane: state, watch, metrics, health, and servers on two sockets."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from freetokend.control.errors import ErrorInterceptor
 from freetokend.control.metrics import Metrics
 from freetokend.control.metrics.meters import MeteredGateway
 from freetokend.control.operations import ServiceOperations
+from freetokend.control.probes import MachineWatch, ProbeSet, probe_query, real_probes
 from freetokend.control.services import AdminService, MonitorService
 from freetokend.control.sockets import SocketPlace, prepare_directory
 from freetokend.control.state import StateKeeper
@@ -44,7 +45,8 @@ _log = logs.logger(__name__)
 
 
 class ControlPlane:
-    """The running control plane. `gateway` is what serving should use, `metrics` what it mounts.
+    """The running control plane. `gateway` is what serving should use, `metrics` what it mounts,
+    `machine` what is known of the machine.
 
     Every method is called in the event loop that called `serve_control`.
     """
@@ -57,15 +59,23 @@ class ControlPlane:
         facts: EnvironmentFacts,
         operations: ServiceOperations,
         version: str,
+        probes: ProbeSet | None = None,
     ) -> None:
         self.metrics = Metrics(config, gateway.snapshot().model)
         self.gateway: MeteredGateway = self.metrics.metered(gateway)
+        self.machine = MachineWatch(
+            probes or real_probes(),
+            lambda: probe_query(gateway.snapshot(), config.control.gpu),
+            tick_s=config.control.tick_s,
+            changed=self._machine_changed,
+        )
         self.state = StateKeeper(
             gateway=gateway,
             config=config,
             version=version,
             pid=os.getpid(),
             totals=self.metrics.totals,
+            machine=self.machine.newest,
         )
         self.metrics.follow(self.state.state)
         self._monitor = MonitorService(self.state, config, version)
@@ -97,6 +107,7 @@ class ControlPlane:
         self._tasks = [
             asyncio.create_task(self.state.run(), name="control-state"),
             asyncio.create_task(self._follow_health(), name="control-health"),
+            asyncio.create_task(self.machine.run(), name="control-machine"),
         ]
         _log.info(
             "control-listening",
@@ -112,6 +123,7 @@ class ControlPlane:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._tasks = []
+        await self.machine.close()
         await self._health.enter_graceful_shutdown()
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         self._servers = []
@@ -134,6 +146,9 @@ class ControlPlane:
         place.bind(lambda: _add_port(server, place.path))
         await server.start()
         self._servers.append(server)
+
+    def _machine_changed(self) -> None:
+        self.state.touch()
 
     async def _follow_health(self) -> None:
         generation = 0
@@ -188,10 +203,17 @@ async def serve_control(
     facts: EnvironmentFacts,
     operations: ServiceOperations,
     version: str,
+    probes: ProbeSet | None = None,
 ) -> ControlPlane:
-    """Start the control plane in front of `gateway`; `stop` it in the end."""
+    """Start the control plane in front of `gateway`; `stop` it in the end. `probes`: those of this
+    machine unless others are given."""
     plane = ControlPlane(
-        gateway=gateway, config=config, facts=facts, operations=operations, version=version
+        gateway=gateway,
+        config=config,
+        facts=facts,
+        operations=operations,
+        version=version,
+        probes=probes,
     )
     await plane.start()
     return plane

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from freetokend.control.probes import MachineReadings
 from freetokend.control.rates import RateWindow, TokenRates
 from freetokend.core import logs
 from freetokend.core.config.resolved import ResolvedConfig
@@ -47,8 +48,10 @@ class RaisedWarning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceState:
-    """Everything that status and metrics show; durations are seconds up to this instant."""
+    """Everything that status and metrics show; durations are seconds up to this instant, which is
+    `now_s` of the monotonic clock."""
 
+    now_s: float
     version: str
     pid: int
     uptime_s: float
@@ -60,6 +63,7 @@ class ServiceState:
     warnings: tuple[RaisedWarning, ...]
     rates: TokenRates
     requests: RequestTotals
+    machine: MachineReadings
     http_address: str
     log_level: str
     generation: int
@@ -80,6 +84,7 @@ class StateKeeper:
         version: str,
         pid: int,
         totals: Callable[[], RequestTotals],
+        machine: Callable[[], MachineReadings] = MachineReadings,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -88,6 +93,7 @@ class StateKeeper:
         self._version = version
         self._pid = pid
         self._totals = totals
+        self._machine = machine
         self._clock = clock
         self._wall_clock = wall_clock
         self._started_s = clock()
@@ -144,6 +150,7 @@ class StateKeeper:
         progress_age_s = max(0.0, now_s - snapshot.last_progress_s) if snapshot.busy else 0.0
         health = assess(self._health_inputs(snapshot, progress_age_s, next_restart_s))
         return ServiceState(
+            now_s=now_s,
             version=self._version,
             pid=self._pid,
             uptime_s=max(0.0, now_s - self._started_s),
@@ -155,6 +162,7 @@ class StateKeeper:
             warnings=self._note_warnings(health),
             rates=self._window.rates(now_s),
             requests=self._totals(),
+            machine=self._machine(),
             http_address=self._http_address,
             log_level=logs.log_level(),
             generation=self._generation,

@@ -6,6 +6,7 @@ from typing import Final
 
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.control.cache import cache_summary, device_status
+from freetokend.control.machine import machine_status
 from freetokend.control.state import RaisedWarning, ServiceState
 from freetokend.link.messages import EngineDescription, EngineState
 from freetokend.policy.health import Severity
@@ -44,6 +45,7 @@ def status_message(state: ServiceState) -> pb.Status:
         http_address=state.http_address,
         log_level=state.log_level,
         generation=state.generation,
+        machine=machine_status(state.machine, state.now_s),
     )
     description = state.snapshot.description
     if description is not None:

@@ -16,7 +16,7 @@ Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
 
 def plain(message: Message) -> dict[str, Plain]:
-    """Every field, in the order of its number; an unset part is None, enums are lower-case names.
+    """Every field, in the order of its number; what is unset is None, enums are lower-case names.
 
     The library's own converter writes 64-bit integers as strings and costs more to import.
     """
@@ -27,7 +27,7 @@ def _field(message: Message, field: FieldDescriptor) -> Plain:
     value = getattr(message, field.name)
     if field.is_repeated:
         return [_value(item, field) for item in value]
-    if field.message_type is not None and not message.HasField(field.name):
+    if field.has_presence and not message.HasField(field.name):
         return None
     return _value(value, field)
 

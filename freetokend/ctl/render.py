@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.core.units import format_bytes, format_bytes_per_s, format_seconds
 from freetokend.ctl.cache import cache_line
+from freetokend.ctl.machine import machine_lines
 
 _LABEL_WIDTH = 10
 
@@ -26,6 +27,8 @@ def status_text(status: pb.Status) -> str:
     ):
         if text:
             lines.append(_line(label, text))
+    if status.HasField("machine"):
+        lines += [_line(label, text) for label, text in machine_lines(status.machine)]
     lines += [_line(_severity(warning), _warning(warning)) for warning in status.warnings]
     return "\n".join(lines)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import grpc.aio
 import pytest
 
 from freetokend.control import ControlPlane, serve_control
+from freetokend.control.probes.ports import ProbeError
 from freetokend.core import logs
 from tests.control.fakes import FakeGateway, FakeOperations, config, facts
+from tests.fakes.probes import ScriptedGpu, ScriptedHost, scripted_probes
 
 
 @pytest.fixture
@@ -43,8 +46,27 @@ async def operations() -> FakeOperations:
 
 
 @pytest.fixture
+def gpu() -> ScriptedGpu:
+    """What the plane's probe of the GPU reads: nothing, as without a driver."""
+    made = ScriptedGpu()
+    made.error = ProbeError("there is no driver", is_absent=True)
+    made.now_s = time.monotonic()
+    return made
+
+
+@pytest.fixture
+def host() -> ScriptedHost:
+    """What the plane's probes of the host read."""
+    return ScriptedHost()
+
+
+@pytest.fixture
 async def plane(
-    runtime_dir: Path, gateway: FakeGateway, operations: FakeOperations
+    runtime_dir: Path,
+    gateway: FakeGateway,
+    operations: FakeOperations,
+    gpu: ScriptedGpu,
+    host: ScriptedHost,
 ) -> AsyncIterator[ControlPlane]:
     plane = await serve_control(
         gateway=gateway,
@@ -52,7 +74,9 @@ async def plane(
         facts=facts(),
         operations=operations,
         version="1.2.3",
+        probes=scripted_probes(gpu, host, gpu_deadline_s=30),
     )
+    await plane.machine.look()
     yield plane
     await plane.stop(0.0)
 

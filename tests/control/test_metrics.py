@@ -24,6 +24,9 @@ from freetokend.link.messages import (
     SequenceUpdate,
 )
 from tests.control.fakes import CACHE, CACHED, DESCRIPTION, FakeGateway, config
+from tests.fakes.nvml import GIB, FakeGpu
+from tests.fakes.probes import ScriptedGpu, ScriptedHost
+from tests.fakes.readings import BUSY_GPU, fill_machine
 
 GOLDEN = Path(__file__).with_name("metrics.golden")
 REQUEST = GenerateRequest(
@@ -75,8 +78,11 @@ def test_every_name_follows_the_conventions(entry) -> None:  # type: ignore[no-u
     assert bool(entry.buckets) == (entry.kind is Kind.HISTOGRAM)
 
 
-async def fully_used(plane: ControlPlane, gateway: FakeGateway) -> None:
+async def fully_used(
+    plane: ControlPlane, gateway: FakeGateway, gpu: ScriptedGpu, host: ScriptedHost
+) -> None:
     """Make every family have a sample."""
+    await fill_machine(plane.machine, gpu, host)
     gateway.set(
         state=EngineState.DRAINING,
         load=LoadProgress(stage="warm_up", done_bytes=5, total_bytes=9),
@@ -139,9 +145,9 @@ async def call(  # type: ignore[no-untyped-def]
 
 
 async def test_the_exposition_holds_exactly_the_catalogue(
-    plane: ControlPlane, gateway: FakeGateway
+    plane: ControlPlane, gateway: FakeGateway, gpu: ScriptedGpu, host: ScriptedHost
 ) -> None:
-    await fully_used(plane, gateway)
+    await fully_used(plane, gateway, gpu, host)
     text = plane.metrics.render()[0].decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     own = {name: family for name, family in families.items() if name.startswith(PREFIX)}
@@ -157,8 +163,10 @@ async def test_the_exposition_holds_exactly_the_catalogue(
     assert "process_resident_memory_bytes" in families
 
 
-async def test_promtool_finds_nothing_to_improve(plane: ControlPlane, gateway: FakeGateway) -> None:
-    await fully_used(plane, gateway)
+async def test_promtool_finds_nothing_to_improve(
+    plane: ControlPlane, gateway: FakeGateway, gpu: ScriptedGpu, host: ScriptedHost
+) -> None:
+    await fully_used(plane, gateway, gpu, host)
     content, content_type = plane.metrics.render()
     assert content_type.startswith("text/plain; version=0.0.4")
     lint(content)
@@ -211,6 +219,34 @@ async def test_the_cache_layer_by_layer(plane: ControlPlane, gateway: FakeGatewa
     assert len([name for name in seen if name.startswith("freetoken_cache_filled")]) == 65
     gateway.set(description=None)
     assert not [name for name in samples(plane) if name.startswith("freetoken_cache_")]
+
+
+async def test_the_machine_and_nothing_of_what_is_unknown(
+    plane: ControlPlane, gpu: ScriptedGpu, host: ScriptedHost
+) -> None:
+    label = f"{{gpu={BUSY_GPU.uuid}}}"
+    seen = samples(plane)
+    assert not [name for name in seen if name.startswith("freetoken_gpu_")]
+    assert seen["freetoken_nvml_errors_total"] == 0
+    assert seen["freetoken_host_memory_available_bytes"] == 32 * GIB
+    assert "freetoken_cgroup_memory_limit_bytes" not in seen
+    await fill_machine(plane.machine, gpu, host)
+    seen = samples(plane)
+    assert seen[f"freetoken_gpu_memory_free_bytes{label}"] == 10 * GIB
+    assert seen[f"freetoken_gpu_memory_own_bytes{label}"] == 8 * GIB
+    assert seen[f"freetoken_gpu_memory_others_bytes{label}"] == 5 * GIB
+    assert seen[f"freetoken_gpu_throttled{{gpu={BUSY_GPU.uuid},reason=sw-power-cap}}"] == 1
+    assert seen["freetoken_pressure_ratio{kind=full,resource=memory}"] == 0.05
+    assert "freetoken_pressure_ratio{kind=full,resource=cpu}" not in seen
+    assert seen["freetoken_executor_load_ratio"] == 0.25
+    assert seen["freetoken_probe_failing{probe=gpu}"] == 0
+    gpu.gpus = [FakeGpu(uuid=BUSY_GPU.uuid, lost=True)]
+    await plane.machine.look()
+    seen = samples(plane)
+    assert seen[f"freetoken_gpu_lost{label}"] == 1
+    assert f"freetoken_gpu_memory_free_bytes{label}" not in seen
+    assert seen["freetoken_probe_failing{probe=gpu}"] == 1
+    assert seen["freetoken_nvml_errors_total"] == 1
 
 
 async def test_two_warnings_of_one_code_are_one_sample(

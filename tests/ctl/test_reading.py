@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from freetokend.control import ControlPlane, serve_control
+from freetokend.control.probes.ports import PressureReadings, ProbeError
 from freetokend.link.messages import EngineState, LoadProgress
 from tests.control.fakes import FakeGateway, FakeOperations, config, facts
 from tests.ctl.conftest import Ctl, started
+from tests.fakes.nvml import NOT_AVAILABLE, FakeGpu
+from tests.fakes.probes import ScriptedGpu, ScriptedHost
+from tests.fakes.readings import fill_machine
 
 GOLDEN = Path(__file__).with_name("status.golden.json")
 
@@ -51,7 +55,10 @@ async def test_status_for_people(plane: ControlPlane, gateway: FakeGateway, ctl:
         "speed",
         "kv cache",
         "http",
+        "gpu",
+        "host",
     }
+    assert "gpu        unknown (there is no driver)\n" in done.out
     assert "demo, context 32768 tokens, 30 layers, 28 with 8 experts of 5 MiB; " in done.out
     assert "; experts in mxfp4, the rest in int8_g32_f16 and bf16\n" in done.out
     assert (
@@ -86,9 +93,44 @@ async def test_status_says_why_it_is_not_ready_and_what_is_wrong(
     assert "last end   killed by signal 9, 1 restart\n" in (await ctl("status")).out
 
 
-async def test_the_names_of_the_json_are_stable(
-    plane: ControlPlane, gateway: FakeGateway, ctl: Ctl
+async def test_status_tells_the_machine_and_what_is_unknown_of_it(
+    plane: ControlPlane, ctl: Ctl, gpu: ScriptedGpu, host: ScriptedHost
 ) -> None:
+    await fill_machine(plane.machine, gpu, host)
+    out = (await ctl("status")).out
+    assert (
+        "  gpu        NVIDIA GeForce RTX 4090: 10 GiB of 24 GiB free; own 8 GiB, others 5 GiB "
+        "(most: pid 4711 8 GiB, pid 777 4 GiB); PCIe 1 x16 now, PCIe 4 x16 at most; driver "
+        "580.65.06; clocks held down by sw-power-cap\n"
+    ) in out
+    assert (
+        "  host       32 GiB of 64 GiB memory available; control group 3 GiB of 16 GiB; pressure: "
+        "memory 10%, cpu 84%, io 0%; others use 25% of the executor's CPUs\n"
+    ) in out
+    host.pressure = PressureReadings()
+    gpu.gpus = [FakeGpu(compute={4711: NOT_AVAILABLE})]
+    await plane.machine.look()
+    out = (await ctl("status")).out
+    assert "own unknown, others unknown (most: pid 4711 unknown); PCIe 4 x16; driver" in out
+    assert "pressure: unknown" in out
+    gpu.gpus = [FakeGpu(lost=True)]
+    await plane.machine.look()
+    assert "gpu        NVIDIA GeForce RTX 4090: lost, it does not" in (await ctl("status")).out
+    gpu.error = ProbeError("nvmlDeviceGetName: Timeout")
+    await plane.machine.look()
+    out = (await ctl("status")).out
+    assert "gpu        unknown (its probe fails)\n" in out
+    assert re.search(
+        r"no reading gpu: nvmlDeviceGetName: Timeout \(for .*, \d+ failures since", out
+    )
+
+
+async def test_the_names_of_the_json_are_stable(
+    plane: ControlPlane, gateway: FakeGateway, ctl: Ctl, gpu: ScriptedGpu, host: ScriptedHost
+) -> None:
+    await fill_machine(plane.machine, gpu, host)
+    host.load_error = ProbeError("no stat")
+    await plane.machine.look()
     gateway.set(
         state=EngineState.LOADING, load=LoadProgress(stage="read", done_bytes=1, total_bytes=2)
     )
@@ -104,6 +146,8 @@ async def test_the_names_of_the_json_are_stable(
     # Adding is harmless; taking away or changing a kind breaks the programs that read it.
     assert shape(status) == json.loads(GOLDEN.read_text())
     assert gateway.snapshot().description is not None
+    assert status["machine"]["gpu"]["own_bytes"] == 8 << 30
+    assert status["machine"]["host"]["executor_load_ratio"] is None
     gateway.set(description=None)
     assert json.loads((await ctl("status", "-o", "json")).out)["device"] is None
 

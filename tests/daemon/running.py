@@ -120,6 +120,25 @@ async def scripted_daemon(
             yield running
 
 
+async def ctl(running: Daemon, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of `freetokenctl`."""
+    socket = str(running.runtime_dir / "admin.sock")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "freetokend.ctl", "--socket", socket, *arguments),
+        stdout=PIPE,
+    )
+    out, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode()
+
+
+async def ctl_json(running: Daemon, *arguments: str) -> dict[str, Any]:
+    code, out = await ctl(running, *arguments, "-o", "json")
+    assert code == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
 def completion(max_tokens: int, *, stream: bool = True) -> dict[str, Any]:
     """A request body."""
     return {"prompt": "abc", "max_tokens": max_tokens, "stream": stream, "ignore_eos": True}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import httpx
 import pytest
 
 from freetokend.ftw.convert import convert
-from tests.daemon.running import DEADLINE_S, Daemon, completion, daemon
+from tests.daemon.running import DEADLINE_S, Daemon, completion, ctl, ctl_json, daemon
 from tests.support.tiny_checkpoints import write_tiny_qwen3_moe
 
 pytestmark = pytest.mark.slow
@@ -56,25 +54,6 @@ async def texts(http: httpx.AsyncClient) -> list[str]:
         assert answer.status_code == 200, answer.text
     first, *others = (answer.json()["choices"][0] for answer in answers)
     return [first["message"]["content"] or "", *(one["text"] for one in others)]
-
-
-async def ctl(running: Daemon, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of `freetokenctl`."""
-    socket = str(running.runtime_dir / "admin.sock")
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "freetokend.ctl", "--socket", socket, *arguments),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    out, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode()
-
-
-async def ctl_json(running: Daemon, *arguments: str) -> dict[str, Any]:
-    code, out = await ctl(running, *arguments, "-o", "json")
-    assert code == 0
-    found: dict[str, Any] = json.loads(out)
-    return found
 
 
 async def metric(http: httpx.AsyncClient, name: str) -> float:

@@ -198,6 +198,44 @@ _CACHE: Final = (
     _counter("cache_streamed_experts_total", "Experts that prefill streamed.", "model"),
 )
 
+_MACHINE: Final = (
+    _gauge("gpu_info", "The watched GPU; always 1.", "gpu", "name", "driver"),
+    _gauge("gpu_lost", "1 while the GPU does not answer any more.", "gpu"),
+    _gauge("gpu_memory_size_bytes", "Memory of the GPU.", "gpu", unit="bytes"),
+    _gauge(
+        "gpu_memory_free_bytes",
+        "Memory of the GPU that can still be had; absent while unknown, as all that follows.",
+        "gpu",
+        unit="bytes",
+    ),
+    _gauge("gpu_memory_used_bytes", "Memory of the GPU that programs hold.", "gpu", unit="bytes"),
+    _gauge("gpu_memory_own_bytes", "Part of it that this service holds.", "gpu", unit="bytes"),
+    _gauge("gpu_memory_others_bytes", "Part of it that others hold.", "gpu", unit="bytes"),
+    _gauge("gpu_link_generation", "PCIe generation of the link now; lower at idle.", "gpu"),
+    _gauge("gpu_link_generation_limit", "PCIe generation of the link at most.", "gpu"),
+    _gauge("gpu_link_lanes", "Lanes of the link now.", "gpu"),
+    _gauge("gpu_link_lanes_limit", "Lanes of the link at most.", "gpu"),
+    _gauge("gpu_throttled", "1 for each reason that holds the clocks down.", "gpu", "reason"),
+    _counter("nvml_errors_total", "Readings of the GPU that failed; no driver is no failure."),
+    _gauge("probe_failing", "1 while the probe of a part of the machine fails.", "probe"),
+    _gauge("host_memory_size_bytes", "Memory of the host.", unit="bytes"),
+    _gauge("host_memory_available_bytes", "Memory that programs can still get.", unit="bytes"),
+    _gauge(
+        "cgroup_memory_limit_bytes",
+        "Memory limit of the control group that leaves least; absent without a limit.",
+        unit="bytes",
+    ),
+    _gauge("cgroup_memory_used_bytes", "What that control group uses.", unit="bytes"),
+    _gauge(
+        "pressure_ratio",
+        "Share of the last ten seconds in which some or all tasks waited for the resource.",
+        "resource",
+        "kind",
+    ),
+    _gauge("executor_load_ratio", "Other programs' share of the executor's CPUs."),
+    _gauge("machine_age_seconds", "Time since the last look at the machine.", unit="seconds"),
+)
+
 _REQUESTS: Final = (
     _counter(
         "requests_finished_total",
@@ -241,7 +279,7 @@ _HTTP: Final = (
     ),
 )
 
-STATE_METRICS: Final[tuple[Metric, ...]] = (*_SERVICE, *_ENGINE, *_POOL, *_CACHE)
+STATE_METRICS: Final[tuple[Metric, ...]] = (*_SERVICE, *_ENGINE, *_POOL, *_CACHE, *_MACHINE)
 EVENT_METRICS: Final[tuple[Metric, ...]] = (*_REQUESTS, *_HTTP)
 CATALOGUE: Final[Mapping[str, Metric]] = MappingProxyType(
     {metric.name: metric for metric in (*STATE_METRICS, *EVENT_METRICS)}

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from freetokend.control.metrics.catalogue import STATE_METRICS, Kind, metric
+from freetokend.control.metrics.families import Families
+from freetokend.control.metrics.machine import add_machine
 from freetokend.control.state import ServiceState
 from freetokend.link.messages import EngineState
 from freetokend.policy.backend_choice import LayerBranch
@@ -37,19 +37,20 @@ class StateCollector(Collector):
 
     def describe(self) -> Iterable[Family]:
         """The families without samples, so that registering takes no scrape."""
-        return _Families().all()
+        return Families().all()
 
     def collect(self) -> Iterable[Family]:
         """One scrape."""
         state = self._state()
-        families = _Families()
+        families = Families()
         self._service(families, state)
         _engine(families, state)
         _described(families, state)
         _cache(families, state)
+        add_machine(families, state.machine, state.now_s)
         return families.all()
 
-    def _service(self, families: _Families, state: ServiceState) -> None:
+    def _service(self, families: Families, state: ServiceState) -> None:
         model = state.snapshot.model
         families.add("build_info", 1, state.version)
         families.add("start_time_seconds", self._start_time_s)
@@ -65,7 +66,7 @@ class StateCollector(Collector):
         families.add("requests_waiting_limit", self._max_waiting_count, model)
 
 
-def _engine(families: _Families, state: ServiceState) -> None:
+def _engine(families: Families, state: ServiceState) -> None:
     snapshot, stats = state.snapshot, state.snapshot.stats
     model = snapshot.model
     for known in EngineState:
@@ -90,7 +91,7 @@ def _engine(families: _Families, state: ServiceState) -> None:
         families.add("load_size_bytes", snapshot.load.total_bytes, model)
 
 
-def _described(families: _Families, state: ServiceState) -> None:
+def _described(families: Families, state: ServiceState) -> None:
     """What only an engine that has described itself knows; absent, not zero, until then."""
     engine, stats, model = state.snapshot.description, state.snapshot.stats, state.snapshot.model
     if engine is None:
@@ -120,7 +121,7 @@ def _described(families: _Families, state: ServiceState) -> None:
     families.add("pool_load_bytes_per_second", engine.load_bytes_per_s, model)
 
 
-def _cache(families: _Families, state: ServiceState) -> None:
+def _cache(families: Families, state: ServiceState) -> None:
     """Absent without an expert cache, and until the engine's first heartbeat."""
     snapshot, model = state.snapshot, state.snapshot.model
     engine, cache = snapshot.description, snapshot.cache
@@ -150,23 +151,3 @@ def _cache(families: _Families, state: ServiceState) -> None:
     families.add("cache_link_bytes_total", cache.fill_bytes, model)
     families.add("cache_link_busy_seconds_total", cache.fill_busy_s, model)
     families.add("cache_streamed_experts_total", cache.streamed_count, model)
-
-
-class _Families:
-    """The families of one scrape, made from the catalogue."""
-
-    def __init__(self) -> None:
-        self._families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
-            entry.name: (
-                CounterMetricFamily(entry.name, entry.help, labels=entry.labels)
-                if entry.kind is Kind.COUNTER
-                else GaugeMetricFamily(entry.name, entry.help, labels=entry.labels)
-            )
-            for entry in STATE_METRICS
-        }
-
-    def add(self, short_name: str, value: float, *labels: str) -> None:
-        self._families[metric(short_name).name].add_metric(labels, value)
-
-    def all(self) -> Iterable[Family]:
-        return self._families.values()

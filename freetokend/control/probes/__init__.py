@@ -3,5 +3,13 @@
 from __future__ import annotations
 
 from freetokend.control.probes.probe_set import MachineReadings, ProbeQuery, ProbeSet, real_probes
+from freetokend.control.probes.watch import MachineWatch, probe_query
 
-__all__ = ["MachineReadings", "ProbeQuery", "ProbeSet", "real_probes"]
+__all__ = [
+    "MachineReadings",
+    "MachineWatch",
+    "ProbeQuery",
+    "ProbeSet",
+    "probe_query",
+    "real_probes",
+]

@@ -112,6 +112,12 @@ class _Decision:
                     f"the socket's path {path} has {len(path.encode())} bytes and Linux allows "
                     f"{_SOCKET_PATH_LIMIT_BYTES}; shorten {key} or service.runtime_dir",
                 )
+        if self._is_auto("control.gpu"):
+            self._leave("control.gpu", "the one that the engine uses, else the only one")
+        elif not self.values["control.gpu"]:
+            self._refuse(
+                "control.gpu", f'control.gpu is empty; write a UUID, an index, or "{AUTO}"'
+            )
 
     def engine(self) -> None:
         """Device, backend, threads and what is left to the engine."""
@@ -388,6 +394,8 @@ def _built(values: Mapping[str, TomlScalar], details: tuple[ResolvedValue, ...])
             admin_socket=text("control.admin_socket"),
             monitor_socket=text("control.monitor_socket"),
             admin_group=text("control.admin_group"),
+            gpu=text("control.gpu"),
+            tick_s=float(values["control.tick_s"]),
         ),
         engine=EngineConfig(
             backend=text("engine.backend"),

@@ -44,11 +44,14 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig:
-    """Absolute socket paths; `admin_group` "" leaves the daemon's own group."""
+    """Absolute socket paths; `admin_group` "" leaves the daemon's own group. `gpu`: a UUID, an
+    index, or "auto": the one that the engine uses, else the only one."""
 
     admin_socket: str
     monitor_socket: str
     admin_group: str
+    gpu: str
+    tick_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

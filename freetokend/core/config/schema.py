@@ -161,6 +161,20 @@ _KEYS: Final = (
         "Group that owns the admin socket; empty: the daemon's own group.",
     ),
     _string(
+        "control.gpu",
+        AUTO,
+        "The GPU whose memory, link and clocks are watched: its UUID, or its index as the driver "
+        "counts.",
+        auto=True,
+    ),
+    _number(
+        "control.tick_s",
+        Kind.SECONDS,
+        0.25,
+        (0.05, 60),
+        "Time between two looks at the machine: GPU, memory, pressure and load.",
+    ),
+    _string(
         "engine.backend",
         AUTO,
         "What computes the model: every expert in a slot of the device (fused), the missing ones "

@@ -56,6 +56,7 @@ def reason(resolved: ResolvedConfig, key: str) -> str:
 
 
 LEFT_OPEN = {
+    "control.gpu",
     "engine.slots_count",
     "engine.device_bytes",
     "engine.preset",
@@ -201,6 +202,8 @@ HOST: dict[str, object] = {"engine.device": "host"}
             {**HOST, "engine.attention": "triton"},
             'engine.attention = "triton" is for a GPU, and engine.device is "host"',
         ),
+        ({"control.gpu": ""}, "control.gpu is empty; write a UUID, an index"),
+        ({"control.tick_s": 0.01}, "from 0.05 to 60"),
         ({"engine.attention": "flash"}, 'one of "auto", "flashinfer", "triton"'),
         ({"engine.device": "gpu"}, 'one of "auto", "cuda", "host", "none"'),
         ({"engine.slots_count": 0}, "a whole number from 1 to 16777216"),
