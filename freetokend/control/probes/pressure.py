@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from freetokend.control.probes.ports import PressureReadings, ProbeError
@@ -19,13 +20,17 @@ class PsiProbe:
 
     def read(self) -> PressureReadings:
         """See `PressureProbe`."""
+        # Only groups of version 2 have pressure files, and there one path holds for all resources.
+        groups = control_groups(self._files, "memory")
         return PressureReadings(
-            memory=self._resource("memory"), cpu=self._resource("cpu"), io=self._resource("io")
+            memory=self._resource("memory", groups),
+            cpu=self._resource("cpu", groups),
+            io=self._resource("io", groups),
         )
 
-    def _resource(self, resource: str) -> PressureReading | None:
+    def _resource(self, resource: str, groups: Sequence[Path]) -> PressureReading | None:
         host = _read_file(self._files.proc / "pressure" / resource)
-        for group in control_groups(self._files, resource):
+        for group in groups:
             own = _read_file(group / f"{resource}.pressure")
             if own is not None:
                 return _higher(host, own)
