@@ -27,7 +27,7 @@ exit codes:
    0  done
    1  ftw verify: the model's files are damaged; verify-cache: a slot differs
   64  the command line is wrong
-  65  the model's files cannot be used
+  65  the model's files, or a recorded trace, cannot be used
   69  freetokend is not running, or its engine has failed for good
   70  a fault of freetokend itself
   71  not enough memory, or no usable device
@@ -338,14 +338,20 @@ def _add_trace(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 
 def _above_0(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value

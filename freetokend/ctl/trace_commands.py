@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from freetokend.core.errors import InvalidInputError
+from freetokend.core.errors import InvalidInputError, ModelDataError
 from freetokend.traces.compare import TraceComparison, slots_at, step_demand, table
 from freetokend.traces.trace import Phase, RoutingTrace
 from freetokend.traces.trace_file import read_trace
@@ -31,7 +31,7 @@ def replay(arguments: argparse.Namespace) -> int:
                 param="slots",
             )
     if not any(step.phase is Phase.DECODE for step in trace.steps):
-        raise InvalidInputError(
+        raise ModelDataError(
             f"{arguments.file} has no decode step, so nothing can be compared. "
             "Record while tokens are written."
         )

@@ -211,7 +211,8 @@ def fill_table(
     if problem:
         raise ConfigError(
             f"The split between fills and the CPU cannot be chosen: {problem}. "
-            "Measure the rates again, or set the split by hand."
+            "Measure the rates again (they are measured when the engine starts), or set "
+            'engine.backend to "offload", which fills every miss, or to "cpu".'
         )
     return tuple(
         _fill_row(rates, slowdown_ratio, misses_capacity, later_ratio * _SAME_RATIO)

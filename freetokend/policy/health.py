@@ -180,7 +180,8 @@ def _loading_text(inputs: HealthInputs) -> str:
 
 
 def _life(inputs: HealthInputs, limits: Thresholds, stalled: bool) -> Iterator[tuple[str, str]]:
-    cause = inputs.cause or "no cause was given"
+    # What the engine said may be a sentence; here it is part of one.
+    cause = inputs.cause.rstrip(". \n") or "no cause was given"
     match inputs.state:
         case HealthState.FAILED:
             yield (
@@ -190,9 +191,11 @@ def _life(inputs: HealthInputs, limits: Thresholds, stalled: bool) -> Iterator[t
                 "again.",
             )
         case HealthState.RESTARTING:
+            # While the process ends, nothing is decided: it may well not be started again.
             wait_s = inputs.next_restart_s
             when = "now" if not wait_s else f"in {format_seconds(wait_s)}"
-            yield "engine-restarting", f"The engine has ended: {cause}. It is started again {when}."
+            then = "" if wait_s is None else f" It is started again {when}."
+            yield "engine-restarting", f"The engine has ended: {cause}.{then}"
         case HealthState.DRAINING:
             yield (
                 "draining",

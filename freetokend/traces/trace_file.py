@@ -23,7 +23,7 @@ from typing import BinaryIO, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from freetokend.core.errors import FreetokenError, InvalidInputError, Reason
+from freetokend.core.errors import FreetokenError, InvalidInputError, ModelDataError, Reason
 from freetokend.traces.trace import (
     SKIPPED,
     Phase,
@@ -124,7 +124,7 @@ def write_trace(path: Path, trace: RoutingTrace) -> None:
 def read_trace(path: Path) -> RoutingTrace:
     """Read a whole trace into memory: two bytes per id.
 
-    Raises InvalidInputError, with the path and the step, for a file that is no trace, of another
+    Raises ModelDataError, with the path and the step, for a file that is no trace, of another
     version, damaged or cut off; FreetokenError (io_failed) when it cannot be read.
     """
     try:
@@ -218,8 +218,8 @@ class _Reader:
             raise self._bad(f"it became shorter while step {index} was read")
         return taken
 
-    def _bad(self, why: str, what_to_do: str = "Record the trace again.") -> InvalidInputError:
-        return InvalidInputError(f"{self._path} cannot be used: {why}. {what_to_do}")
+    def _bad(self, why: str, what_to_do: str = "Record the trace again.") -> ModelDataError:
+        return ModelDataError(f"{self._path} cannot be used: {why}. {what_to_do}")
 
 
 def _id_type(shape: TraceShape, version: int) -> np.dtype[np.unsignedinteger]:

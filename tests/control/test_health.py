@@ -49,6 +49,15 @@ def test_a_ready_engine_has_no_warnings() -> None:
     )
 
 
+def test_what_is_not_decided_yet_is_not_promised() -> None:
+    """A process that ends over its configuration is not started again."""
+    ended = HealthInputs(state=HealthState.RESTARTING, cause="exited with code 78: no such file.")
+    (warning,) = assess(ended).warnings
+    assert warning.text == "The engine has ended: exited with code 78: no such file."
+    (warning,) = assess(replace(ended, state=HealthState.FAILED)).warnings
+    assert "is not started again: exited with code 78: no such file. Read" in warning.text
+
+
 def test_health_knows_every_state_of_the_engine() -> None:
     assert {state.value for state in HealthState} == {state.value for state in EngineState}
 
@@ -80,7 +89,11 @@ def test_alive_and_ready(state: HealthState, alive: bool, ready: bool) -> None:
             "engine-restarting",
             "killed by signal 9. It is started again in 2.0 s",
         ),
-        ({"state": HealthState.RESTARTING}, "engine-restarting", "again now"),
+        (
+            {"state": HealthState.RESTARTING, "next_restart_s": 0.0},
+            "engine-restarting",
+            "again now",
+        ),
         ({"state": HealthState.DRAINING, "running_count": 3}, "draining", "3 are still running"),
         ({"restarts_count": 1, "cause": "x"}, "engine-was-restarted", "restarted once; last"),
         ({"restarts_count": 4, "cause": "x"}, "engine-was-restarted", "4 times"),

@@ -53,7 +53,12 @@ async def test_replay_in_json_has_the_numbers(ctl: Ctl, file: Path, trace: Routi
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"), [(["--slots", "33"], "(32)"), (["--slots", "0"], "not above 0")]
+    ("arguments", "told"),
+    [
+        (["--slots", "33"], "(32)"),
+        (["--slots", "0"], "not above 0"),
+        (["--slots", "abc"], "--slots: 'abc' is not a whole number"),
+    ],
 )
 async def test_sizes_that_mean_nothing(
     ctl: Ctl, file: Path, arguments: list[str], told: str
@@ -71,7 +76,7 @@ def shorter(file: Path) -> Path:
 
 async def test_a_recording_that_was_cut_off(ctl: Ctl, shorter: Path) -> None:
     done = await ctl("trace", "replay", str(shorter))
-    assert done.code == 64
+    assert done.code == 65
     assert "some.trace cannot be used" in done.err
     assert "cut off" in done.err
 
@@ -80,6 +85,6 @@ async def test_nothing_to_replay(ctl: Ctl, file: Path, trace: RoutingTrace) -> N
     prompts = tuple(step for step in trace.steps if step.phase is Phase.PREFILL)
     write_trace(file, RoutingTrace(shape=SHAPE, steps=prompts))
     done = await ctl("trace", "replay", str(file))
-    assert done.code == 64
+    assert done.code == 65
     assert "no decode step" in done.err
     assert (await ctl("trace", "replay", str(file.with_name("none")))).code == 74

@@ -69,7 +69,14 @@ def write_big_mixtral(
                 if finite:
                     data = (np.frombuffer(data, np.uint16) & 0xBFFF).tobytes()
                 file.write(data)
-    config = {
+    (directory / "config.json").write_text(
+        json.dumps(_config(layers=layers, experts=experts, hidden=hidden, inter=inter))
+    )
+    return end_bytes
+
+
+def _config(*, layers: int, experts: int, hidden: int, inter: int) -> dict[str, object]:
+    return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "hidden_size": hidden,
@@ -85,5 +92,3 @@ def write_big_mixtral(
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     }
-    (directory / "config.json").write_text(json.dumps(config))
-    return end_bytes

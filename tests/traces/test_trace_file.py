@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetokend.core.errors import FreetokenError, InvalidInputError, Reason
+from freetokend.core.errors import FreetokenError, InvalidInputError, ModelDataError, Reason
 from freetokend.traces.trace import SKIPPED, Phase, RoutingTrace, TraceShape, TraceStep
 from freetokend.traces.trace_file import MAX_HEADER_BYTES, TraceWriter, read_trace, write_trace
 
@@ -86,7 +86,7 @@ def test_rows_that_are_skipped_in_part_are_refused(path: Path) -> None:
     with pytest.raises(ValueError, match="in part"):
         write_trace(path, trace)
     with_header(path, step(2, 1, bytes([0, 1, 2, 255, 4, 5])))
-    with pytest.raises(InvalidInputError, match="in part"):
+    with pytest.raises(ModelDataError, match="in part"):
         read_trace(path)
 
 
@@ -130,7 +130,7 @@ def test_every_shorter_file_is_refused(path: Path) -> None:
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(InvalidInputError, match=r"some\.trace"):
+        with pytest.raises(ModelDataError, match=r"some\.trace"):
             read_trace(path)
 
 
@@ -139,7 +139,7 @@ def test_every_flipped_byte_behind_the_header_is_noticed(path: Path) -> None:
     whole = path.read_bytes()
     for index in range(whole.index(b"\n") + 1, len(whole)):
         path.write_bytes(whole[:index] + bytes([whole[index] ^ 0x10]) + whole[index + 1 :])
-        with pytest.raises(InvalidInputError, match=r"some\.trace"):
+        with pytest.raises(ModelDataError, match=r"some\.trace"):
             read_trace(path)
 
 
@@ -165,7 +165,7 @@ def with_header(path: Path, body: bytes = b"", **changes: object) -> None:
 )
 def test_headers_that_cannot_be_true(path: Path, changes: dict[str, object], told: str) -> None:
     with_header(path, **changes)
-    with pytest.raises(InvalidInputError, match=told):
+    with pytest.raises(ModelDataError, match=told):
         read_trace(path)
 
 
@@ -190,14 +190,14 @@ def step(code: int, tokens: int, ids: bytes) -> bytes:
 )
 def test_steps_that_cannot_be_true(path: Path, body: bytes, told: str) -> None:
     with_header(path, body)
-    with pytest.raises(InvalidInputError, match=told):
+    with pytest.raises(ModelDataError, match=told):
         read_trace(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"[]\n", b"[" * 4000, b"\xff" * 9000, b"{}"])
 def test_other_files_are_not_traces(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(InvalidInputError, match="not a routing trace"):
+    with pytest.raises(ModelDataError, match="not a routing trace"):
         read_trace(path)
 
 
@@ -211,7 +211,7 @@ def test_noise_is_refused(
         with_header(path, noise)
     else:
         path.write_bytes(noise)
-    with pytest.raises(InvalidInputError, match=r"some\.trace"):
+    with pytest.raises(ModelDataError, match=r"some\.trace"):
         read_trace(path)
 
 
