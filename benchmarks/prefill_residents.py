@@ -232,10 +232,11 @@ def resident_rows(*, quick: bool) -> list[Row]:
 
 
 def rows_of(case: Case, one: Found) -> list[Row]:
-    """The newcomer's gate and the neighbour's.
+    """The newcomer's gate and the neighbour's: at most 5 points below what it is undisturbed.
 
-    While a prefill is under way its two layers take slots from everybody, whoever they are left to:
-    the gate there is what it costs beyond them.
+    While a prefill is under way its two layers take slots from everybody, whoever they are left to.
+    Where that alone costs a neighbour more, its gate is what it loses beyond them, and the row that
+    compares with the undisturbed one says why it is not judged.
     """
     where = f"{case.name}, {case.slots_count} slots"
     first = Row(
@@ -248,14 +249,16 @@ def rows_of(case: Case, one: Found) -> list[Row]:
         goal=1.0,
         verdict="pass" if one.warm < one.cold else "miss",
     )
+    taken = one.narrow - one.alone[0]
+    why = f", of which the slots of two layers {-100 * taken:+.1f}" if taken > MOST_LOST else ""
     compared = (
-        ("during", "without it", one.beside[0], one.alone[0], 1.0),
-        ("during", "without it and its windows", one.beside[0], one.narrow, MOST_LOST),
-        ("after", "without it", one.beside[1], one.alone[1], MOST_LOST),
+        ("during", why, "undisturbed", one.beside[0], one.alone[0], 1.0 if why else MOST_LOST),
+        ("during", "", "without it and its windows", one.beside[0], one.narrow, MOST_LOST),
+        ("after", "", "undisturbed", one.beside[1], one.alone[1], MOST_LOST),
     )
     neighbour = [
         Row(
-            case=f"{where}: neighbour {when} a prefill, {100 * (alone - beside):+.1f} points",
+            case=f"{where}: neighbour {when} a prefill, {100 * (alone - beside):+.1f} points{told}",
             ours=100 * (1 - beside),
             rival=rival,
             rival_value=100 * (1 - alone),
@@ -264,6 +267,6 @@ def rows_of(case: Case, one: Found) -> list[Row]:
             goal=0.0,
             verdict="reported" if most == 1.0 else "pass" if beside - alone <= most else "miss",
         )
-        for when, rival, beside, alone, most in compared
+        for when, told, rival, beside, alone, most in compared
     ]
     return [first, *neighbour]
