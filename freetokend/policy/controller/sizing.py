@@ -121,7 +121,6 @@ def _shrink(
         target,
         Trigger.BUDGET,
         reason,
-        urgent=code is not ReasonCode.VRAM_LIMIT,
         taken_bytes=freed_bytes if code is ReasonCode.VRAM_TAKEN else 0,
     )
 
@@ -300,7 +299,6 @@ def _commanded(
     trigger: Trigger,
     reason: Reason,
     *,
-    urgent: bool = False,
     grows: bool = False,
     taken_bytes: int = 0,
 ) -> tuple[State, Resize]:
@@ -308,7 +306,8 @@ def _commanded(
         generation=state.generation + 1,
         slots_count=target.slots_count,
         kv_pages_count=target.kv_pages_count,
-        urgent=urgent,
+        # Others may come to want what it frees while it waits for the end of a prefill chunk.
+        urgent=target.size_bytes < state.elastic_bytes,
         reason=reason,
     )
     in_flight = InFlight(

@@ -71,6 +71,8 @@ def wake_up(
     spec, now_s = snapshot.spec, snapshot.now_s
     if state.sleep_ticket != spec.sleep_ticket:
         state = replace(state, sleep_ticket=spec.sleep_ticket)
+    if state.growth.pending is not None:
+        state = replace(state, growth=replace(state.growth, pending=None))
     if state.in_flight is not None:
         return state, None
     asked = spec.wake_ticket != state.wake_ticket

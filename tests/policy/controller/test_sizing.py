@@ -332,7 +332,6 @@ def test_a_limit_of_the_operator_is_kept_to() -> None:
     world.free_bytes = 10 * GIB
     command = world.one(world.tick())
     assert command.reason.code is ReasonCode.VRAM_LIMIT
-    assert not command.urgent
     world.obey(command)
     assert world.engine is not None
     assert world.engine.elastic_bytes <= 4 * GIB
