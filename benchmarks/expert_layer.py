@@ -26,9 +26,10 @@ from benchmarks.memory import CEILING_BYTES, CeilingSide, HugeMemory, PoolBank
 from benchmarks.our_layer import Numerics, OurLayer
 from benchmarks.peers.cache import PeerUnavailableError
 from benchmarks.result import Row, write
-from benchmarks.rounds import CallSide, Outcome, Plan, Side, foreground, pinned_caller, play_rivals
+from benchmarks.rounds import CallSide, Outcome, Plan, Side, foreground, play_rivals
 from freetokend.core.errors import FreetokenError
 from freetokend.ftw.formats import WeightFormat, parse_format
+from freetokend.native.affinity import pinned_thread
 from freetokend.native.executor import Executor
 
 FORMATS: Final = (
@@ -70,7 +71,7 @@ class Bench:
         layer = OurLayer(QWEN3, weight_format, self.numerics)
         cpus = self.cpus[:threads_count]
         with (
-            pinned_caller(cpus[0]),
+            pinned_thread(cpus[0]),
             Executor(cpus, isa=self.isa) as executor,
             PoolBank(layer.bank_bytes) as bank,
         ):

@@ -23,11 +23,12 @@ import numpy as np
 from benchmarks.memory import CEILING_BYTES, CeilingSide, HugeMemory
 from benchmarks.random_weights import random_matrix
 from benchmarks.result import Row, write
-from benchmarks.rounds import CallSide, Outcome, Plan, Side, foreground, pinned_caller, play
+from benchmarks.rounds import CallSide, Outcome, Plan, Side, foreground, play
 from freetokend.ftw.formats import WeightFormat, parse_format, rows16_bytes
 from freetokend.ftw.matrix import dequantise
 from freetokend.ftw.packing import bf16_to_f32, f32_to_bf16
 from freetokend.ftw.packing_blocks import pack_matrix
+from freetokend.native.affinity import pinned_thread
 from freetokend.native.executor import Executor
 
 # [inputs, outputs]: attention of the layer that expert_layer times, two lm_heads.
@@ -155,7 +156,7 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [int(cpu) for cpu in options.cpus.split(",") if cpu]
     cpus = chosen or sorted(os.sched_getaffinity(0))
-    with pinned_caller(cpus[0]), Executor(cpus, isa=options.isa) as executor:
+    with pinned_thread(cpus[0]), Executor(cpus, isa=options.isa) as executor:
         bench = Bench(
             executor=executor,
             plan=Plan.quick() if options.quick else Plan(),

@@ -9,9 +9,7 @@ are left the machine was busy, which is neither a pass nor a miss.
 
 from __future__ import annotations
 
-import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -264,18 +262,6 @@ class CallSide:
             self._call, self._work_per_call, seconds, self._threads_count, first=self._next
         )
         return burst
-
-
-@contextmanager
-def pinned_caller(cpu: int) -> Iterator[None]:
-    """The calling thread on one cpu: an executor pins its other threads, not this one."""
-    thread_id = threading.get_native_id()
-    before = os.sched_getaffinity(thread_id)
-    os.sched_setaffinity(thread_id, {cpu})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(thread_id, before)
 
 
 @contextmanager

@@ -58,6 +58,7 @@ from freetokend.link.messages import (
     LoadStage,
     Shutdown,
 )
+from freetokend.native.affinity import pinned_thread
 from freetokend.native.lifeline import Lifeline, ReceivedPool, receive_pool
 from freetokend.traces.trace import TraceShape
 
@@ -251,7 +252,8 @@ class _Host:
         if settings.pin_pool:
             attached.mapping.pin()
         try:
-            return loop.run()
+            with pinned_thread(cpus.cpus[0]):  # the executor's first: this thread calls it
+                return loop.run()
         finally:
             if built.cache is not None:
                 built.cache.close()  # before the pool goes that it copies from

@@ -20,6 +20,7 @@ from typing import Literal, Self
 
 from freetokend.core.errors import ConfigError, InternalError, Reason, ResourceError
 from freetokend.native import _exec
+from freetokend.native.affinity import require_usable
 
 Numerics = Literal["exact", "fast"]
 
@@ -104,6 +105,7 @@ class Executor:
             raise ConfigError(str(error)) from error
         except RuntimeError as error:
             raise ResourceError(str(error), reason=Reason.DEVICE_UNUSABLE) from error
+        require_usable(cpus)  # there the threads would run anywhere, and nobody would know
         self._isa = self._native.isa
         self._threads_count = self._native.threads_count
 

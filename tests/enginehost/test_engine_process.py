@@ -49,6 +49,19 @@ class TestComputingEngine:
         # all of it, or a note that says why not
         assert (stats.pool_pinned_bytes >= stats.pool_bytes) == (stats.pin_note == "")
 
+    async def test_the_thread_that_steps_is_on_the_first_of_its_cpus(
+        self, harness: EngineHarness
+    ) -> None:
+        # a heartbeat that has the pool pinned was sent by a loop that runs
+        snapshot = await harness.wait_until(lambda now: now.stats.pin_done)
+        assert snapshot.description is not None
+        assert snapshot.pid is not None
+        first, *others = snapshot.description.cpus
+        tasks = [int(name) for name in os.listdir(f"/proc/{snapshot.pid}/task")]
+        assert os.sched_getaffinity(snapshot.pid) == {first}
+        masks = [os.sched_getaffinity(task) for task in tasks if task != snapshot.pid]
+        assert all({cpu} in masks for cpu in others)
+
     async def test_its_numbers_are_told(
         self, harness: EngineHarness, mixtral: FtwDirectory
     ) -> None:
