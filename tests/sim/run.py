@@ -123,10 +123,12 @@ def _is_reached(machine: Machine) -> bool:
         return False
     if engine.running or engine.waiting or machine.state.in_flight is not None:
         return False
-    if machine.state.growth.pending is not None:
-        return False
     if engine.phase is Phase.ASLEEP:
         return True
+    if machine.state.revision not in (None, machine.spec.revision):
+        return False  # what was asked waits for its turn
+    if machine.state.growth.pending is not None:
+        return False
     over_bytes = CUSHION_BYTES - machine.card.free_bytes
     if over_bytes > 0:
         return engine.elastic_bytes <= plan_floor_bytes()
