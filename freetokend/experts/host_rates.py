@@ -148,8 +148,8 @@ class _Bursts:
         cpu_s = [self._median(partial(self._execute, self._count, n)) for n in BUCKET_TOKENS]
         pairs = [self._both() for _ in range(BURSTS_COUNT if self._time_left else 1)]
         fill_both, cpu_both = (statistics.median(column) for column in zip(*pairs, strict=True))
-        fill_fixed_s, fill_alone = _line(one_s, burst_s, self._count, record_bytes)
-        cpu_fixed_s, cpu_alone = _line(cpu_one_s, cpu_s[0], self._count, record_bytes)
+        fill_fixed_s, fill_alone = cost_line(one_s, burst_s, self._count, record_bytes)
+        cpu_fixed_s, cpu_alone = cost_line(cpu_one_s, cpu_s[0], self._count, record_bytes)
         slowest = 1.0
         ratios = [slowest := max(slowest, seconds / cpu_s[0]) for seconds in cpu_s]
         return HostRates(
@@ -222,10 +222,11 @@ class _Bursts:
         return (self._clock() - started_s) / len(tickets), statistics.median(cpu)
 
 
-def _line(one_s: float, many_s: float, count: int, record_bytes: int) -> tuple[float, float]:
-    """(fixed seconds, bytes per second) of a cost that takes one_s for one record."""
+def cost_line(one_s: float, many_s: float, count: int, record_bytes: int) -> tuple[float, float]:
+    """(fixed seconds, bytes per second) of a cost that takes one_s for one record and many_s for
+    so many. Where something disturbed the one and the many took less, both stay possible ones."""
     if count < 2:
         return 0.0, record_bytes / one_s
     each_s = (many_s - one_s) / (count - 1)
-    fixed_s = min(max(one_s - each_s, 0.0), _MOST_FIXED_SHARE * one_s)
+    fixed_s = min(max(one_s - each_s, 0.0), _MOST_FIXED_SHARE * min(one_s, many_s))
     return fixed_s, count * record_bytes / max(many_s - fixed_s, 1e-9)

@@ -14,6 +14,7 @@ from freetokend.experts.host_rates import (
     BUCKET_TOKENS,
     BURST_COUNT,
     HostRates,
+    cost_line,
     measure_host_rates,
 )
 from freetokend.ftw.layout import ExpertBank
@@ -99,6 +100,16 @@ def test_small_layers_are_measured_too(executor: Executor, experts: int) -> None
     small = record_bank(layers=1, experts=experts)
     found = measure_host_rates(small.mapped, executor, arena(small))
     assert found.rates.problem() == ""
+
+
+def test_a_burst_that_took_less_than_one_record_is_no_infinite_rate() -> None:
+    """What a busy machine measures now and then: the engine must start all the same."""
+    fixed_s, rate = cost_line(1e-3, 9e-3, 9, 1 << 20)
+    assert fixed_s == pytest.approx(0)
+    assert rate == pytest.approx(1e3 * (1 << 20))
+    fixed_s, rate = cost_line(10e-3, 1e-3, 8, 1 << 20)
+    assert fixed_s == pytest.approx(0.9e-3)
+    assert rate == pytest.approx(8 * (1 << 20) / 0.1e-3)
 
 
 def test_a_bank_without_experts_is_refused(executor: Executor) -> None:
