@@ -199,7 +199,8 @@ def _check(matrix: QuantMatrix, source: MatrixSource) -> None:
     if problem is not None:
         raise ModelDataError(
             f"tensor {source.name} {problem} in {matrix.format}; it cannot be computed with. "
-            f"Choose a format with another scale, or check where the checkpoint comes from."
+            "Check where the checkpoint comes from; where bf16 weights are being quantised, choose "
+            "a format whose scale can hold them."
         )
 
 

@@ -68,7 +68,7 @@ TEST_P(Formats, ProductsAreThoseOfDoublePrecision) {
     EXPECT_LE(relative_error(exact.data(), reference), 2e-6) << tokens << " tokens";
     // Activations in [-1, 1) with 127 steps per 32 columns: about 0.3 % each, random signs.
     const auto fast = run_linear(executor, matrix, format(), x.data(), sizes, true);
-    EXPECT_LE(relative_error(fast.data(), reference), 8e-3) << tokens << " tokens, fast";
+    EXPECT_LE(relative_error(fast.data(), reference), 1.3e-2) << tokens << " tokens, fast";
   }
 }
 
@@ -206,7 +206,7 @@ struct RandomExpert {
           sums[0] * number(layout.globals_offset, 0, 1) + number(layout.gate_bias_offset, i, 0);
       const double up =
           sums[1] * number(layout.globals_offset, 1, 1) + number(layout.up_bias_offset, i, 0);
-      middle[i] = activated(spec, gate, up);
+      middle[i] = bf16_to_float(float_to_bf16(static_cast<float>(activated(spec, gate, up))));
     }
     if (fast) round_to_int8(middle);
     std::vector<double> y(hidden);
@@ -250,8 +250,8 @@ void check_expert(Executor& executor, RandomExpert& expert, const GluSpec& spec,
   const bool rounds = fast && executor.has_fast(expert.format);
   std::vector<double> reference = expert.run(spec, x.data(), rounds);
   for (double& value : reference) value *= weight;
-  // The rounding of what goes into the last matrix to bf16 (2^-9 each, random). Fast: and where
-  // that moves a number over the border between two steps, a step.
+  // What goes into the last matrix is rounded to bf16 in both: a number next to the border between
+  // two of them may go to the other, by 2^-8. Fast: or to the next step.
   EXPECT_LE(relative_error(y.data(), reference), rounds ? 1.5e-2 : 3e-3)
       << static_cast<int>(spec.activation) << " " << spec.limit << " " << fast;
 }

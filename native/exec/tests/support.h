@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <iostream>
+#include <random>
 
 #include "bf16.h"
 #include "layout.h"
@@ -44,10 +46,27 @@ class Guarded {
   T* data_ = nullptr;
 };
 
-// A small deterministic generator of values in [-1, 1).
+// New in every run, so that what these numbers hide is found with the next ones. A run prints it;
+// FREETOKEND_TEST_SEED set to it repeats the run.
+inline std::uint64_t run_seed() {
+  static const std::uint64_t seed = [] {
+    std::random_device device;
+    const char* const given = std::getenv("FREETOKEND_TEST_SEED");
+    const std::uint64_t chosen = given != nullptr
+                                     ? std::strtoull(given, nullptr, 10)
+                                     : std::uint64_t{device()} << 32U | std::uint64_t{device()};
+    std::cout << "FREETOKEND_TEST_SEED=" << chosen << std::endl;
+    return chosen;
+  }();
+  return seed;
+}
+
+// A small generator of values in [-1, 1): of one run and one seed always the same.
 class Random {
  public:
-  explicit Random(std::uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15U + 1) {}
+  explicit Random(std::uint64_t seed) : state_(((seed * 0x9e3779b97f4a7c15U) ^ run_seed()) | 1U) {
+    for (int i = 0; i < 8; ++i) next();  // states that differ in a few bits begin alike
+  }
   float next() {
     state_ ^= state_ << 13;
     state_ ^= state_ >> 7;
