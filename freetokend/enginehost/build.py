@@ -31,8 +31,9 @@ from freetokend.enginehost.build_cache import (
     kv_plan_of,
     plan_host_device,
 )
-from freetokend.enginehost.build_cuda import CudaInputs, build_cuda, sweep_bytes
+from freetokend.enginehost.build_cuda import build_cuda
 from freetokend.enginehost.built import BuiltEngine
+from freetokend.enginehost.cuda_budget import CudaInputs, sweep_bytes
 from freetokend.enginehost.cuda_platform import CudaPlatform
 from freetokend.enginehost.trace_control import RoutingTaps
 from freetokend.experts.bank import MappedBank
@@ -180,8 +181,9 @@ class _Builder:
                 sweep_tokens=sweep_tokens,
             ),
             platform,
-            hybrid=settings.backend in ("auto", "hybrid"),
         )
+        if isinstance(made, BackendChoice):
+            return self._in_place(made)
         cache = made.cache
         built = self._built(
             SweepingEngine(
@@ -210,6 +212,7 @@ class _Builder:
             kernel=f"{made.kernels} with {built.kernel}",
             device=Device.CUDA.value,
             device_name=platform.name,
+            pinning=cache,
         )
 
     def _in_place(self, backend: BackendChoice | None) -> BuiltEngine:

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Final
 
 from freetokend.core.errors import ConfigError, Reason, ResourceError
 from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts
-from freetokend.device.arena import ArenaError
 from freetokend.device.host_arena import HostArena
 from freetokend.enginehost.backend import BackendChoice, cache_key
+from freetokend.enginehost.deciding import decide, layer_runs, sweep_from, take_slots
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.cache import CacheSpec, ExpertCache
 from freetokend.experts.host_rates import BURST_COUNT, HostRates, measure_host_rates
 from freetokend.experts.slot_checks import VerifyReport
 from freetokend.ftw.layout import ExpertBank
-from freetokend.link.messages import CacheDescription, EngineSettings, LayerRun
+from freetokend.link.messages import CacheDescription, EngineSettings
 from freetokend.native.executor import Executor, Numerics
-from freetokend.policy.backend_choice import (
-    Backend,
-    BackendDecision,
-    BackendFacts,
-    LayerBranch,
-    LayerChoice,
-    decide_backend,
-    resolve_layers,
-)
+from freetokend.policy.backend_choice import Backend, LayerBranch, resolve_layers
 from freetokend.policy.fill_table import fill_table
 from freetokend.policy.kv_sizing import KvPlan, KvShape, pages_for
 from freetokend.policy.layer_overrides import parse_layers
 from freetokend.policy.memory import DEFAULT_HEADROOM_BYTES, gib
-from freetokend.policy.prefill_crossover import PrefillFacts, prefill_crossover
-from freetokend.policy.step_cost import StepCosts, estimated_miss_ratio
+from freetokend.policy.step_cost import StepCosts
 from freetokend.policy.vram_budget import (
     DEFAULT_GRANULARITY_BYTES,
     Preset,
@@ -173,7 +163,13 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
         rate_bytes_per_s=inputs.rate_bytes_per_s,
     )
     costs = _costs(inputs, measured)
-    decision = _decision(inputs, plan, costs)
+    decision = decide(
+        settings,
+        bank,
+        slots_count=plan.slots_count,
+        fillable_layers_count=bank.moe_layers_count,
+        costs=costs,
+    )
     backend = BackendChoice(
         backend=decision.backend.value, reason=decision.reason, notes=decision.notes
     )
@@ -198,7 +194,9 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
     try:
         cache.set_fill_counts(fill_table(measured.rates, bank.experts_per_layer_count))
         cache.set_branches([choice.branch for choice in choices])
-        note = _take_slots(cache, inputs, plan, decision.backend)
+        exact = bool(settings.slots_count) or decision.backend is Backend.FUSED
+        least_count = inputs.facts.experts_per_token_count
+        note = take_slots(cache.resize, plan.slots_count, exact=exact, least_count=least_count)
         if note:
             backend = replace(backend, notes=(*backend.notes, note))
         sample = cache.fill_sample()
@@ -222,29 +220,6 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
         ),
         sweep_from_tokens=_sweep_from(inputs, cache.slots_count, costs, measured, overrides),
     )
-
-
-def _take_slots(cache: ExpertCache, inputs: CacheInputs, plan: VramPlan, backend: Backend) -> str:
-    """Grow to the slots of the plan, or to fewer where the memory went to others since it was made.
-
-    What became of the plan, or nothing. Raises ArenaError where the number was asked for or the
-    backend needs it, and when there is no room for the experts of a single token.
-    """
-    exact = bool(inputs.settings.slots_count) or backend is Backend.FUSED
-    least_count = 1 if exact else inputs.facts.experts_per_token_count
-    slots_count = plan.slots_count
-    while True:
-        try:
-            cache.resize(slots_count)
-        except ArenaError as error:
-            if exact or slots_count <= least_count:
-                raise
-            cause = error.message
-            slots_count = max(slots_count // 2, least_count)
-            continue
-        if slots_count == plan.slots_count:
-            return ""
-        return f"{slots_count} of the {plan.slots_count} slots planned could be had: {cause}"
 
 
 def _unusable(settings: EngineSettings, sample: VerifyReport) -> BackendChoice:
@@ -300,26 +275,6 @@ def _costs(inputs: CacheInputs, measured: HostRates) -> StepCosts:
     )
 
 
-def _decision(inputs: CacheInputs, plan: VramPlan, costs: StepCosts) -> BackendDecision:
-    bank = inputs.bank
-    return decide_backend(
-        inputs.settings.backend,
-        BackendFacts(
-            device_problem="",
-            moe_layers_count=bank.moe_layers_count,
-            experts_count=bank.experts_count,
-            record_bytes=bank.record_bytes,
-            slots_count=plan.slots_count,
-            fillable_layers_count=bank.moe_layers_count,
-            cpu_kernel=True,
-            weight_format=bank.format,
-            cache_key=cache_key(inputs.settings),
-            misses_key="engine.layers" if inputs.settings.layers else "",
-            costs=costs,
-        ),
-    )
-
-
 def _sweep_from(
     inputs: CacheInputs,
     slots_count: int,
@@ -327,29 +282,13 @@ def _sweep_from(
     measured: HostRates,
     overrides: Mapping[int, LayerBranch],
 ) -> int:
-    """From how many prompt tokens on a sweep is faster; 0 when it never is."""
-    bank, most_tokens = inputs.bank, inputs.sweep_tokens
-    resident_ratio = slots_count / bank.experts_count
+    bank = inputs.bank
     unfillable_count = sum(branch is LayerBranch.CPU for branch in overrides.values())
-    token_s = bank.moe_layers_count * measured.chunk_token_s
-    crossover = prefill_crossover(
-        PrefillFacts(
-            costs=costs,
-            resident_ratio=resident_ratio,
-            miss_ratio=estimated_miss_ratio(resident_ratio),
-            cpu_kernel=True,
-            fillable_layers_count=bank.moe_layers_count - unfillable_count,
-            stream_token_s=token_s,
-            decode_token_s=token_s,
-        ),
-        most_tokens=most_tokens,
-    )
-    return crossover if crossover <= most_tokens else 0
-
-
-def layer_runs(choices: tuple[LayerChoice, ...]) -> tuple[LayerRun, ...]:
-    """Neighbouring layers with the same branch for the same reason."""
-    return tuple(
-        LayerRun(layers_count=len(list(run)), branch=choice.branch, reason=choice.reason)
-        for choice, run in groupby(choices)
+    return sweep_from(
+        costs,
+        resident_ratio=slots_count / bank.experts_count,
+        cpu_kernel=True,
+        fillable_layers_count=bank.moe_layers_count - unfillable_count,
+        token_s=bank.moe_layers_count * measured.chunk_token_s,
+        most_tokens=inputs.sweep_tokens,
     )

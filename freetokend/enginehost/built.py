@@ -20,6 +20,24 @@ from freetokend.policy.kv_sizing import KvPlan
 from freetokend.scheduler.scheduler import Scheduler
 
 
+class LatePinning(Protocol):
+    """The pool, registered with a device part by part while it is served from already."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """From any thread."""
+        ...
+
+    @property
+    def pin_note(self) -> str:
+        """Why the rest stays pageable; empty while all is well. From any thread."""
+        ...
+
+    def pin(self) -> bool:
+        """Between two steps: the next part; False when nothing is left to do."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
     """Everything that serves, and the numbers it was made with.
@@ -30,7 +48,8 @@ class BuiltEngine:
     `finished_ops` counts what the engine has computed and grows during a step; from any thread.
     `cache`, `cache_description`: of the expert cache; None without one. `device`: what holds its
     slots; `device_name`: empty for the CPU's own.
-    `taps`: where the choice of experts is seen; None where it is not.
+    `taps`: where the choice of experts is seen; None where it is not. `pinning`: of a GPU; None
+    without one.
     """
 
     engine: StepEngine
@@ -51,6 +70,7 @@ class BuiltEngine:
     device: str = "host"
     device_name: str = ""
     taps: RoutingTaps | None = None
+    pinning: LatePinning | None = None
 
 
 class EngineBuilder(Protocol):

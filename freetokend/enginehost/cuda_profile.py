@@ -51,13 +51,13 @@ class SlotProfile:
         self._pool = pool
         self._platform = platform
         self._ops = ops
-        self._layers_count = layers_count
+        self.layers_count: Final = layers_count
 
     def check_fills(self) -> None:
         """Fill slots with experts from all over the pool and compare them: a copy can report
         success and move nothing. ResourceError where they differ."""
         bank = self._mapped.bank
-        experts_count = self._layers_count * bank.experts_per_layer_count
+        experts_count = self.layers_count * bank.experts_per_layer_count
         count = min(SAMPLE_COUNT, self._pool.slots_count, experts_count)
         if not count:
             return
@@ -79,20 +79,18 @@ class SlotProfile:
                     param="engine.device",
                 )
 
-    def measured(self, executor: Executor | None, transfers: Transfers) -> SlotRates | None:
-        """What fills and the CPU reach, alone and beside each other; fills alone without an
-        executor. None where nothing can be filled."""
+    def measured(self, executor: Executor, transfers: Transfers) -> SlotRates | None:
+        """What fills and the CPU reach, alone and beside each other. None where nothing can be
+        filled."""
         bank = self._mapped.bank
         slots_count = min(BURST_COUNT, self._pool.slots_count, bank.experts_per_layer_count)
-        if not self._layers_count or not slots_count:
+        if not self.layers_count or not slots_count:
             return None
-        if executor is None:
-            return self._fills_alone(slots_count)
         rates = measure_rates(
             self._mapped,
             executor,
             DeviceLink(self._ops.fill, transfers, self._platform.device),
-            ProfileLimits(layers_count=self._layers_count, slots_count=slots_count),
+            ProfileLimits(layers_count=self.layers_count, slots_count=slots_count),
         ).rates
         return SlotRates(
             rates=rates,
@@ -115,22 +113,6 @@ class SlotProfile:
         weights = torch.zeros(rows, top_k, device=device)
         y = torch.zeros(rows, top_k, bank.hidden_size, device=device)
         return self._best_s(lambda: self._ops.slots(x, places, weights, y)) / rows
-
-    def _fills_alone(self, slots_count: int) -> SlotRates:
-        fills = [(number, number) for number in range(slots_count)]
-        record_bytes = self._mapped.bank.record_bytes
-        rate = slots_count * record_bytes / self._best_s(lambda: self._fill(fills))
-        return SlotRates(
-            rates=FillRates(
-                record_bytes=record_bytes,
-                fill_bytes_per_s=rate,
-                fill_alone_bytes_per_s=rate,
-                # Never looked at: the CPU has no part in it.
-                cpu_bytes_per_s=rate,
-                cpu_alone_bytes_per_s=rate,
-            ),
-            source=f"every miss is filled, at {rate / 1e9:.1f} GB/s when the engine started",
-        )
 
     def _fill(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Queue a fill of these (expert, slot)."""

@@ -37,10 +37,12 @@ from freetokend.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopCommands:
-    """Who does what control asks for between steps; `traces` also hear of every step."""
+    """Who does what control asks for between steps; `traces` also hear of every step. `beside` is
+    called between steps, and while there is nothing to do, until it returns False."""
 
     cache: CacheCommands
     traces: TraceCommands
+    beside: Callable[[], bool] = lambda: False
 
 
 class StepLoop:
@@ -80,6 +82,8 @@ class StepLoop:
         self._traces = commands.traces
         self._lane = SweepLane(scheduler, engine, log, self._traces)
         self._cache_commands = commands.cache
+        self._beside = commands.beside
+        self._has_more_beside = True
         self._ending: Shutdown | Disconnected | None = None
         self._failures_in_a_row_count = 0
         self._reports_count = 0
@@ -143,10 +147,17 @@ class StepLoop:
     def _take_messages(self) -> None:
         """All that has arrived; waits for one when there is nothing else to do."""
         wait = not self._scheduler.has_work and self._ending is None
-        while (message := self._inbox.take(wait=wait)) is not None:
-            self._take(message)
-            # What the message led to (a refusal, a step) must not wait for the next message.
-            wait = False
+        self._has_more_beside = self._has_more_beside and self._beside()
+        while True:
+            message = self._inbox.take(wait=wait and not self._has_more_beside)
+            if message is not None:
+                self._take(message)
+                # What the message led to (a refusal, a step) must not wait for the next message.
+                wait = False
+            elif wait:
+                self._has_more_beside = self._beside()
+            else:
+                break
         self._cache_commands.run()
 
     def _take(self, message: Incoming) -> None:

@@ -292,6 +292,7 @@ class _Host:
                     waiting_bytes=client.traced_bytes,
                     log=self._log,
                 ),
+                beside=_pinning(built, self._log),
             ),
         )
 
@@ -346,6 +347,22 @@ class _Host:
         )
 
 
+def _pinning(built: BuiltEngine, log: EventLogger) -> Callable[[], bool]:
+    """Pins a part of the pool, and says at the end what became of it."""
+    pinning = built.pinning
+    if pinning is None:
+        return lambda: False
+
+    def pin() -> bool:
+        if pinning.pin():
+            return True
+        tell = log.warning if pinning.pin_note else log.info
+        tell("pool-registered", pinned_bytes=pinning.pinned_bytes, cause=pinning.pin_note)
+        return False
+
+    return pin
+
+
 def _traced(directory: FtwDirectory, built: BuiltEngine) -> Traced | FreetokenError:
     """What can be recorded, or why nothing can."""
     bank = directory.index.expert_bank
@@ -369,13 +386,21 @@ def _with_gauges(stats: EngineStats, attached: AttachedPool, built: BuiltEngine)
         pool_bytes=attached.mapping.region_bytes,
         expert_executions_count=built.expert_executions(),
     )
-    if attached.mapping.pinning is None:
-        return stats
-    state = attached.mapping.pinning.state()
-    return replace(
-        stats,
-        pool_pinned_bytes=state.pinned_bytes,
-        pin_s=state.elapsed_s,
-        pin_done=state.done,
-        pin_note=state.note,
-    )
+    if attached.mapping.pinning is not None:
+        state = attached.mapping.pinning.state()
+        stats = replace(
+            stats,
+            pool_pinned_bytes=state.pinned_bytes,
+            pin_s=state.elapsed_s,
+            pin_done=state.done,
+            pin_note=state.note,
+        )
+    if built.pinning is not None and built.pinning.pin_note:
+        # What a GPU cannot read is worse than what may be swapped out.
+        stats = replace(
+            stats,
+            pool_pinned_bytes=built.pinning.pinned_bytes,
+            pin_done=True,
+            pin_note=built.pinning.pin_note.removesuffix("."),
+        )
+    return stats

@@ -220,21 +220,24 @@ def _candidate(backend: Backend, facts: BackendFacts, costs: StepCosts | None) -
     problem = _problem(backend, facts)
     if problem:
         return Candidate(backend=backend, possible=False, token_s=None, reason=problem)
-    if costs is None:
-        return Candidate(
-            backend=backend, possible=True, token_s=None, reason="its speed was not measured"
+    unpinned = facts.moe_layers_count - facts.fillable_layers_count
+    on_cpu = ""
+    if unpinned and backend in (Backend.OFFLOAD, Backend.HYBRID):
+        on_cpu = (
+            f"; {unpinned} of {facts.moe_layers_count} layers are not pinned, and the CPU executes "
+            "them"
         )
+    if costs is None:
+        reason = f"its speed was not measured{on_cpu}"
+        return Candidate(backend=backend, possible=True, token_s=None, reason=reason)
     token_s = _token_s(backend, facts, costs)
     reason = f"estimated {_milliseconds(token_s)} per token"
     if backend in (Backend.OFFLOAD, Backend.HYBRID):
         miss_ratio, source = _miss_ratio(facts)
         reason += (
             f" with {facts.slots_count} of {facts.experts_count} experts resident, {source} "
-            f"misses {miss_ratio:.0%}"
+            f"misses {miss_ratio:.0%}{on_cpu}"
         )
-        unpinned = facts.moe_layers_count - facts.fillable_layers_count
-        if unpinned:
-            reason += f"; {unpinned} of {facts.moe_layers_count} layers are not pinned"
     return Candidate(backend=backend, possible=True, token_s=token_s, reason=reason)
 
 
@@ -247,12 +250,15 @@ def _problem(backend: Backend, facts: BackendFacts) -> str:
         return "" if facts.cpu_kernel else no_kernel
     if facts.device_problem:
         return facts.device_problem
+    unpinned = facts.moe_layers_count - facts.fillable_layers_count
     if backend is Backend.FUSED:
         if facts.misses_key:
             return (
                 f"{facts.misses_key} is set, and nothing is missing where every expert has a slot"
             )
         if facts.slots_count >= facts.experts_count:
+            if unpinned:
+                return f"{unpinned} layers are not pinned, so that their slots cannot be filled"
             return ""
         needed_bytes = facts.experts_count * facts.record_bytes
         return (
@@ -261,10 +267,7 @@ def _problem(backend: Backend, facts: BackendFacts) -> str:
         )
     if facts.slots_count < 1:
         return "the GPU has no room for an expert"
-    unpinned = facts.moe_layers_count - facts.fillable_layers_count
     if backend is Backend.OFFLOAD:
-        if facts.fillable_layers_count == 0 and facts.moe_layers_count:
-            return "no layer's records are pinned, so that nothing can be filled"
         if unpinned and not facts.cpu_kernel:
             return f"{unpinned} layers are not pinned and {no_kernel}"
         return ""
@@ -306,7 +309,9 @@ def _cheapest(candidates: tuple[Candidate, ...], *, measured: bool) -> tuple[Bac
         by_order = {candidate.backend: candidate for candidate in possible}
         backend = next(one for one in _UNMEASURED_ORDER if one in by_order)
         return backend, _with_others(
-            "the first that is possible, as no speeds were measured", backend, candidates
+            f"the first that is possible, as no speeds were measured: {by_order[backend].reason}",
+            backend,
+            candidates,
         )
     least_s = min(candidate.token_s or 0.0 for candidate in possible)
     best = next(one for one in possible if (one.token_s or 0.0) <= least_s * TIE_RATIO)

@@ -68,7 +68,7 @@ class VramFacts:
     workspace_bytes: of the largest prefill chunk. experts_count: of all layers, 0 for a dense
     model. max_running_count: sequences that run at once. on_host: ordinary memory stands for the
     card's, as much as engine.device_bytes says. Slots and KV pages each take a whole number of
-    granules.
+    granules; kv_granularity_bytes None: of the same size.
     """
 
     free_bytes: int | None
@@ -88,6 +88,7 @@ class VramFacts:
     on_host: bool = False
     cushion_bytes: int = DEFAULT_CUSHION_BYTES
     granularity_bytes: int = DEFAULT_GRANULARITY_BYTES
+    kv_granularity_bytes: int | None = None
 
     @property
     def fixed_rows(self) -> tuple[tuple[str, int], ...]:
@@ -302,16 +303,20 @@ def _between(start: _Place, end: _Place, step: int, steps: int) -> _Place:
     )
 
 
-def _granules(facts: VramFacts, size_bytes: int) -> int:
-    return -(-size_bytes // facts.granularity_bytes) * facts.granularity_bytes
+def _granules(size_bytes: int, granule: int) -> int:
+    return -(-size_bytes // granule) * granule
+
+
+def _kv_granule(facts: VramFacts) -> int:
+    return facts.kv_granularity_bytes or facts.granularity_bytes
 
 
 def _slots_bytes(facts: VramFacts, place: _Place) -> int:
-    return _granules(facts, place.slots * facts.record_bytes)
+    return _granules(place.slots * facts.record_bytes, facts.granularity_bytes)
 
 
 def _kv_bytes(facts: VramFacts, place: _Place) -> int:
-    return _granules(facts, place.pages * facts.kv_page_bytes)
+    return _granules(place.pages * facts.kv_page_bytes, _kv_granule(facts))
 
 
 def _bytes_at(facts: VramFacts, place: _Place) -> int:
@@ -418,14 +423,14 @@ def _asked_text(wishes: VramWishes) -> str:
 def _advice(facts: VramFacts, wishes: VramWishes, least: _Place, room_bytes: int) -> str:
     """What would help, with the figure where there is one."""
     advice = []
-    granule = facts.granularity_bytes
+    granule, kv_granule = facts.granularity_bytes, _kv_granule(facts)
     if wishes.slots_count is not None:
         beside_bytes = max(room_bytes - _kv_bytes(facts, least), 0) // granule * granule
         fitting = beside_bytes // facts.record_bytes
         if fitting:
             advice.append(f"{fitting} slots would fit.")
     if wishes.kv_bytes is not None:
-        beside_bytes = max(room_bytes - _slots_bytes(facts, least), 0) // granule * granule
+        beside_bytes = max(room_bytes - _slots_bytes(facts, least), 0) // kv_granule * kv_granule
         fitting = beside_bytes // facts.kv_page_bytes
         if fitting:
             advice.append(f"{fitting * facts.kv_page_bytes} bytes of KV would fit.")

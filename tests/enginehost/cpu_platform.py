@@ -131,9 +131,10 @@ class CpuPlatform:
 
 @contextmanager
 def engine_on(
-    platform: CudaPlatform, directory: FtwDirectory, **settings: int | str
+    platform: CudaPlatform, directory: FtwDirectory, *, late: bool = False, **settings: int | str
 ) -> Iterator[BuiltEngine]:
-    """An engine as on a GPU, over a pool of its own."""
+    """An engine as on a GPU, over a pool of its own. late: what is pinned while it serves is not
+    pinned yet."""
     cpus = tuple(sorted(os.sched_getaffinity(0))[:2])
     with new_pool(directory) as pool:
         attached = attach(pool, directory)
@@ -147,6 +148,8 @@ def engine_on(
                 PLENTY,
             )
             try:
+                while not late and built.pinning is not None and built.pinning.pin():
+                    pass
                 yield built
             finally:
                 if built.cache is not None:

@@ -17,6 +17,7 @@ from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import EngineSettings
 from freetokend.policy.backend_choice import LayerBranch
 from tests.enginehost.cpu_platform import CpuPlatform, engine_on
+from tests.enginehost.given_rates import rated
 from tests.enginehost.local_engine import ask, local_engine, serve
 
 PROMPTS = ([1, 5, 9, 2, 7], [3, 3, 8], [4, 1, 1, 6, 2, 9, 5, 7, 8, 2, 1, 3])
@@ -34,16 +35,20 @@ def tokens(built: BuiltEngine) -> dict[str, list[int]]:
 
 
 def settings(**more: int | str) -> dict[str, int | str]:
-    return {"max_context_tokens": 128, "max_running_count": 4, "kv_bytes": 1 << 20, **more}
+    sizes = {"max_context_tokens": 128, "max_running_count": 4, "kv_bytes": 1 << 20}
+    return {"backend": "hybrid", **sizes, **more}
 
 
-def test_tokens_depend_on_no_slot_split_or_pinning(deep: FtwDirectory) -> None:
+def test_tokens_depend_on_no_slot_split_or_pinning(
+    deep: FtwDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bank = deep.index.expert_bank
+    rated(monkeypatch, deep, link=20e9, cpu=20e9, slot=1e12)
     found = []
     for backend, slots, share in (
         ("hybrid", 2, 1.0),
         ("hybrid", bank.experts_count // 2, 0.6),
-        ("auto", bank.experts_count, 1.0),
+        ("hybrid", bank.experts_count, 1.0),
         ("hybrid", 4, 0.0),
         ("offload", 2, 1.0),
         ("offload", bank.experts_count // 2, 1.0),
@@ -91,20 +96,31 @@ def test_a_resize_in_the_middle_changes_no_token(deep: FtwDirectory) -> None:
         assert tokens(built) == before
 
 
-def test_layers_that_are_not_pinned_run_on_the_cpu(deep: FtwDirectory) -> None:
-    with engine_on(CpuPlatform(pinned_share=0.6), deep, **settings(slots_count=8)) as built:
+@pytest.mark.parametrize("share", [0.6, 0.0])
+def test_offload_leaves_layers_that_are_not_pinned_to_the_cpu(
+    deep: FtwDirectory, share: float
+) -> None:
+    asked = settings(backend="offload", slots_count=8)
+    with engine_on(CpuPlatform(), deep, **asked) as built:
+        expected = tokens(built)
+        q = cache_of(built).counters().fill_counts
+        assert q == (tuple(range(9)),) * 5
+    with engine_on(CpuPlatform(pinned_share=share), deep, **asked) as built:
+        assert tokens(built) == expected
+        assert built.backend is not None
+        assert built.backend.backend == "offload"
+        assert built.backend.notes == ("the rest stays pageable",)
+        pinned = sum(cache_of(built).fillable)
+        assert (0 < pinned < 4) if share else pinned == 0
+        assert f"{4 - pinned} of 4 layers are not pinned" in built.backend.reason
         assert built.cache_description is not None
         runs = built.cache_description.layer_runs
-        assert [run.branch for run in runs] == [LayerBranch.SPLIT, LayerBranch.CPU]
-        assert sum(run.layers_count for run in runs) == deep.index.expert_bank.moe_layers_count
-        assert "measured" in built.cache_description.fill_rate_source
-        assert built.backend is not None
-        assert built.backend.notes == ("the rest stays pageable",)
-    with (
-        pytest.raises(ResourceError, match="every record must be pinned"),
-        engine_on(CpuPlatform(pinned_share=0.6), deep, **settings(backend="offload")),
-    ):
-        pass
+        filled = [LayerBranch.FILL] * bool(share)
+        assert [run.branch for run in runs] == [*filled, LayerBranch.CPU]
+        counters = cache_of(built).counters()
+        assert counters.fill_counts == (q if share else ((0,) * 9,) * 5)
+        assert (counters.fills_count > 0) == bool(share)
+        assert sum(layer.cpu_count for layer in counters.layers) > 0
 
 
 @pytest.mark.parametrize(("backend", "usual"), [("hybrid", "split"), ("offload", "fill")])
@@ -164,10 +180,6 @@ def test_both_branches_are_measured_alone_and_beside_each_other(deep: FtwDirecto
         assert "GB/s alone and" in source
         assert "beside the CPU" in source
         assert "beside fills" in source
-    offload = settings(slots_count=8, backend="offload")
-    with engine_on(CpuPlatform(pinned_share=1.0), deep, **offload) as built:
-        assert built.cache_description is not None
-        assert "every miss is filled, at" in built.cache_description.fill_rate_source
 
 
 class IdlePlatform(CpuPlatform):

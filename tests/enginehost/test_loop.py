@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,7 @@ class Rig:
         cache: FakeCache | None = None,
         sweep_tokens: int = 0,
         traced: Traced | None = None,
+        beside: Callable[[], bool] = lambda: False,
     ) -> None:
         self.source: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         for message in messages:
@@ -111,6 +113,7 @@ class Rig:
             gauges=lambda stats: replace(stats, pool_bytes=77),
             log=logs.logger("freetokend.test"),
             commands=LoopCommands(
+                beside=beside,
                 cache=CacheCommands(cache, send=self.link.send, log=logs.logger("freetokend.test")),
                 traces=TraceCommands(
                     traced or no_experts(),
@@ -373,3 +376,21 @@ def test_an_idle_loop_answers_at_once_and_without_a_cache_refuses() -> None:
     assert [answer.error_message for answer in rig.link.answers] == [
         "this engine has no expert cache: backend cpu"
     ] * 2
+
+
+def test_what_is_done_beside_goes_on_between_steps_and_while_nothing_is_asked() -> None:
+    """Once per turn while steps are computed; to its end while the loop would wait."""
+    seen: list[int] = []
+    stop_at = 9
+
+    def beside() -> bool:
+        seen.append(len(rig.link.reports))
+        if len(seen) == stop_at:
+            rig.source.put(Shutdown(drain=False))
+        return len(seen) < stop_at
+
+    rig = Rig(None, request("a", [5], max_new_tokens=3), beside=beside)
+    assert rig.loop.run() == 0
+    assert len(seen) == stop_at
+    assert seen[:4] == [0, 1, 2, 3]
+    assert len(rig.link.reports) <= 5

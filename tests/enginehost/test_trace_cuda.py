@@ -61,7 +61,8 @@ class Seen:
 
 @contextmanager
 def taped(deep: FtwDirectory, **more: int | str) -> Iterator[tuple[BuiltEngine, RoutingTaps]]:
-    given = {"max_context_tokens": 96, "max_running_count": 5, "kv_bytes": 2 << 20} | more
+    sizes = {"max_context_tokens": 96, "max_running_count": 5, "kv_bytes": 2 << 20}
+    given = {"backend": "hybrid", **sizes, **more}
     with engine_on(CpuPlatform(), deep, **given) as built:
         assert built.taps is not None
         for tap in built.taps.all:

@@ -73,8 +73,9 @@ def candidate(facts: BackendFacts, backend: Backend) -> Candidate:
         (replace(FACTS, slots_count=10_240), Backend.FUSED),
         # the format has no kernel on the CPU
         (replace(FACTS, cpu_kernel=False), Backend.OFFLOAD),
-        # no layer is pinned: the device computes the rest and what has a slot
-        (replace(FACTS, fillable_layers_count=0), Backend.HYBRID),
+        # no layer is pinned: the CPU executes all, and one backend is as good as the other
+        (replace(FACTS, fillable_layers_count=0), Backend.OFFLOAD),
+        (replace(FACTS, fillable_layers_count=0, costs=None), Backend.HYBRID),
         # what was set needs a cache, or a cache with misses
         (replace(FACTS, costs=rates(0.1, 48), slots_count=64), Backend.CPU),
         (
@@ -213,7 +214,7 @@ def test_auto_is_the_cheapest_that_is_possible(
         ("hybrid", replace(FACTS, cpu_kernel=False), "the CPU has no kernel for bf16"),
         ("cpu", replace(FACTS, cpu_kernel=False), "the CPU has no kernel for bf16"),
         ("offload", replace(FACTS, slots_count=0), "the GPU has no room for an expert"),
-        ("offload", replace(FACTS, fillable_layers_count=0), "no layer's records are pinned"),
+        ("fused", replace(FACTS, slots_count=10_240, fillable_layers_count=39), "1 layers are not"),
         (
             "offload",
             replace(FACTS, fillable_layers_count=30, cpu_kernel=False),
@@ -274,6 +275,13 @@ def test_rates_that_make_no_sense_are_not_used_and_said() -> None:
     assert decision.backend is Backend.HYBRID
     (note,) = decision.notes
     assert "slot_bytes_per_s is 0.0" in note
+
+
+@pytest.mark.parametrize("asked", ["offload", "hybrid", "auto"])
+def test_with_nothing_to_fill_the_cpu_executes_all_layers(asked: str) -> None:
+    decision = decide_backend(asked, replace(FACTS, fillable_layers_count=0, costs=None))
+    assert decision.backend == (Backend.HYBRID if asked == "auto" else asked)
+    assert "40 of 40 layers are not pinned, and the CPU executes them" in decision.reason
 
 
 def test_a_model_without_experts_has_all_of_them() -> None:

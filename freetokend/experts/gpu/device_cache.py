@@ -17,6 +17,7 @@ from freetokend.experts.plan.contract import Stat
 from freetokend.experts.residency import NOT_RESIDENT
 from freetokend.experts.slot_checks import VerifyReport
 from freetokend.experts.slot_pool import ResizeResult, SlotPool
+from freetokend.ftw.layout import ExpertBank
 from freetokend.native.executor import Executor
 from freetokend.policy.backend_choice import LayerBranch
 from freetokend.tensor.protocols import KvView, StepInput, StepRunner
@@ -35,6 +36,15 @@ class Registration(Protocol):
     def step(self) -> bool: ...
 
     def close(self) -> None: ...
+
+
+def fillable_layers(bank: ExpertBank, registered_bytes: int) -> list[bool]:
+    """By layer: whether every record lies in what is registered of the pool, from its beginning."""
+    layer_bytes = bank.experts_per_layer_count * bank.record_bytes
+    return [
+        bank.offset_bytes + (layer + 1) * layer_bytes <= registered_bytes
+        for layer in range(bank.moe_layers_count)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +83,8 @@ class DeviceCache:
         self._synchronize = synchronize
         self._close_first = close_first
         layers = mapped.bank.moe_layers_count
-        self._split_layers = list(range(layers))
+        self._to_fill = (True,) * layers
+        self._table: tuple[tuple[int, ...], ...] = ()
         self._seen = _Seen(totals=((0,) * len(Stat),) * layers, resident_count=0)
 
     @property
@@ -99,36 +110,63 @@ class DeviceCache:
         """Free what is held for a sweep."""
         self._sweeps.let_go()
 
-    def register(self, bank_offset_bytes: int) -> bool:
-        """Register the next part of the pool; False when there is nothing left to do.
+    def pin(self) -> bool:
+        """Between two steps: register the next part of the pool; False when nothing is left to do.
 
-        A layer whose records all are registered can be filled from the next step on.
-        bank_offset_bytes: of the region before the bank, which is registered with it.
+        A layer whose records all are registered can be filled from the next step on. Nothing is
+        done while layers of a sweep are held, which count on what could be filled before.
         """
+        if self._sweeps.is_held:
+            return True
         more = self._registration.step()
-        self._dispatch.set_fillable(self.fillable(bank_offset_bytes))
+        self._set_fillable()
         return more
 
-    def fillable(self, bank_offset_bytes: int) -> list[bool]:
-        """By layer: whether every record lies in what is registered."""
-        bank = self._mapped.bank
-        layer_bytes = bank.experts_per_layer_count * bank.record_bytes
-        registered_bytes = self._registration.registered_bytes - bank_offset_bytes
-        return [
-            (layer + 1) * layer_bytes <= registered_bytes for layer in range(bank.moe_layers_count)
-        ]
+    @property
+    def fillable(self) -> tuple[bool, ...]:
+        """By layer: whether its misses can be filled now."""
+        return self._dispatch.fillable_layers
 
-    def set_branches(self, branches: Sequence[LayerBranch]) -> None:
-        """What happens to each layer's misses; to be called once, before `set_fill_counts`."""
-        self._dispatch.set_fillable([branch is not LayerBranch.CPU for branch in branches])
-        self._split_layers = [
-            layer for layer, branch in enumerate(branches) if branch is LayerBranch.SPLIT
-        ]
+    @property
+    def pinned_bytes(self) -> int:
+        """Of the pool, what is registered; from any thread."""
+        return self._registration.registered_bytes
 
-    def set_fill_counts(self, table: Sequence[Sequence[int]]) -> None:
-        """Split the misses of layers that are split by this table, [buckets][misses + 1]."""
-        for layer in self._split_layers:
-            self._dispatch.set_fill_counts(layer, table)
+    @property
+    def pin_note(self) -> str:
+        """Why the rest stays pageable, and how many layers that are; empty while all is well. From
+        any thread."""
+        if not self._registration.note:
+            return ""
+        pinned = fillable_layers(self._mapped.bank, self._registration.registered_bytes)
+        return (
+            f"{sum(pinned)} of {len(pinned)} layers are pinned, and the CPU executes the others: "
+            f"{self._registration.note}"
+        )
+
+    def set_branches(
+        self, branches: Sequence[LayerBranch], split: Sequence[Sequence[int]] | None
+    ) -> None:
+        """What happens to each layer's misses; split: the table of those that are split, of
+        [buckets][misses + 1] fills, where there are any."""
+        self._to_fill = tuple(branch is not LayerBranch.CPU for branch in branches)
+        self._set_fillable()
+        fill_all = self._dispatch.fill_counts.select(0, 0)
+        table = fill_all if any(self._to_fill) else torch.zeros_like(fill_all)
+        told: Sequence[Sequence[int]] = table.tolist()
+        for layer, branch in enumerate(branches):
+            if branch is LayerBranch.SPLIT and split is not None:
+                self._dispatch.set_fill_counts(layer, split)
+                told = split
+        self._table = tuple(map(tuple, told))
+
+    def preload(self) -> None:
+        """Fill the slots with experts, layer by layer, as far as whole layers have room."""
+        layers_count = self.slots_count // self._mapped.bank.experts_per_layer_count
+        for layer in range(min(layers_count, self._mapped.bank.moe_layers_count)):
+            self._sweeps.load(layer)
+            self._synchronize()
+        self.note_step()
 
     def resize(self, slots_count: int) -> ResizeResult:
         """Have exactly this many slots; errors as of `SlotPool.resize`, and ResourceError for fewer
@@ -189,6 +227,7 @@ class DeviceCache:
             slot_bytes=record_bytes,
             committed_bytes=self._pool.committed_bytes,
             generation=self._pool.generation,
+            fill_counts=self._table,
             layers=tuple(
                 LayerCounters(
                     hits_count=row[Stat.HITS],
@@ -208,6 +247,12 @@ class DeviceCache:
     def executions_count(self) -> int:
         """(token, expert) pairs, wherever they were computed; as of the last step."""
         return self._sweeps.pairs_count + sum(row[Stat.PAIRS] for row in self._seen.totals)
+
+    def _set_fillable(self) -> None:
+        pinned = fillable_layers(self._mapped.bank, self._registration.registered_bytes)
+        self._dispatch.set_fillable(
+            [wanted and there for wanted, there in zip(self._to_fill, pinned, strict=True)]
+        )
 
     def close(self) -> None:
         """Give slots and registration back; no step may run any more."""

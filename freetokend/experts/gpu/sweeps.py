@@ -87,6 +87,11 @@ class SlotSweeps:
         return self._slots_count >= least_count and any(self._steps.fillable_layers)
 
     @property
+    def is_held(self) -> bool:
+        """Whether layers are there for a sweep, or on their way."""
+        return bool(self._held)
+
+    @property
     def pairs_count(self) -> int:
         """(token, expert) pairs that sweeps have computed; from any thread."""
         return self._pairs_count
@@ -114,8 +119,15 @@ class SlotSweeps:
         wanted: int32 [E] on the device, not 0 for experts that are known to be needed; None for
         all.
         """
-        if moe_layer_index in self._held or not self.can_sweep:
-            return
+        if moe_layer_index not in self._held and self.can_sweep:
+            self._start(moe_layer_index, wanted)
+
+    def load(self, moe_layer_index: int) -> None:
+        """Fill slots with all of a layer, for which there is room; nothing may be held."""
+        self._start(moe_layer_index, None)
+        self.let_go()
+
+    def _start(self, moe_layer_index: int, wanted: torch.Tensor | None) -> None:
         list_ = self._lists[moe_layer_index % WINDOWS_COUNT]
         self._planner.reserve(moe_layer_index, self._inputs, list_, wanted=wanted)
         fillable = self._steps.fillable_layers[moe_layer_index]
