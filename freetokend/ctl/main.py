@@ -16,7 +16,7 @@ from freetokend.core.errors import FreetokenError, Reason, reaction
 from freetokend.ctl.quick_start import spare_imports
 
 # Their libraries do not like stand-ins for modules.
-_ARITHMETIC_VERBS: Final = frozenset(("ftw", "trace"))
+_ARITHMETIC_VERBS: Final = frozenset(("ftw", "plan", "trace"))
 
 EXIT_OK: Final = 0
 EXIT_USAGE: Final = 64
@@ -25,7 +25,7 @@ EXIT_INTERRUPTED: Final = 130
 _EPILOG: Final = """\
 exit codes:
    0  done
-   1  ftw verify: the model's files are damaged; verify-cache: a slot differs
+   1  ftw verify: the files are damaged; verify-cache: a slot differs; plan: it would not run
   64  the command line is wrong
   65  the model's files, or a recorded trace, cannot be used
   69  freetokend is not running, or its engine has failed for good
@@ -46,6 +46,7 @@ examples:
   freetokenctl drain && sudo systemctl restart freetokend
   freetokenctl config show --origin
   freetokenctl ftw convert ~/models/Qwen3-30B-A3B /var/lib/freetokend/qwen3
+  freetokenctl plan --gpu-gib 32 --b-p 52.7GB/s --b-h 60GB/s --model qwen3-30b-a3b
 """
 
 _SOCKET_HELP: Final = (
@@ -112,6 +113,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     _add_config(verbs)
     _add_ftw(verbs, wanted="ftw" in arguments)
     _add_trace(verbs)
+    _add_plan(verbs)
     return parser
 
 
@@ -335,6 +337,62 @@ def _add_trace(verbs: Verbs[argparse.ArgumentParser]) -> None:
         help="slots of the cache; may be repeated (default: 5 to 80 %% of the experts)",
     )
     _add_output(replay)
+
+
+def _add_plan(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    plan = _add(
+        verbs,
+        "plan",
+        "plan:plan",
+        "tell whether a model would run on a machine, how fast, and what to buy (needs no daemon)",
+        "Tells from a few figures of a machine, which need not be this one, whether a model would "
+        "run on it, how its GPU's memory would be divided, how fast it would write, what limits it "
+        "and which single change helps most. Nothing is measured: the model of the machine was "
+        "fitted to published results of six others. Exit code 0: it would run; 1: it would not. "
+        "RATE is a rate such as 52.7GB/s, or a range such as 56.7-77.3GB/s.",
+    )
+    plan.add_argument(
+        "--gpu-gib", required=True, metavar="N", help="memory of the GPU in GiB, 0.5 to 4096"
+    )
+    plan.add_argument(
+        "--b-p", required=True, metavar="RATE", help="copies to the GPU, pinned (B_P)"
+    )
+    plan.add_argument(
+        "--b-h", required=True, metavar="RATE", help="experts executed by the CPU (B_H)"
+    )
+    plan.add_argument(
+        "--gpu-bandwidth",
+        metavar="RATE",
+        help="the GPU's own memory (default: what GPUs of that size have, as a range)",
+    )
+    plan.add_argument(
+        "--ram-gib",
+        metavar="N",
+        help="memory of the host in GiB, 1 to 65536 (default: not compared with the need)",
+    )
+    plan.add_argument("--cores", metavar="N", help="physical cores that execute experts, 1 to 4096")
+    plan.add_argument(
+        "--context", metavar="TOKENS", help="context that one request must be able to have"
+    )
+    plan.add_argument(
+        "--preset",
+        choices=("auto", "minimum", "chat", "agent"),
+        default="auto",
+        help="what the GPU's memory is divided for (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR|NAME",
+        help="an FTW directory, one with a config.json (no weights needed), or a published model: "
+        "qwen3.6-35b-a3b, qwen3.6-35b-a3b-nvfp4, qwen3-30b-a3b, deepseek-v4-flash, glm-5.2",
+    )
+    plan.add_argument(
+        "--format",
+        metavar="FORMAT",
+        help="weight format of the experts, for a config.json (default: the checkpoint's)",
+    )
+    _add_output(plan)
 
 
 def _seconds(text: str) -> float:

@@ -20,7 +20,7 @@ from tests.ctl.conftest import Ctl
 
 VERBS = ["status", "top", "wait", "cache", "version", "drain", "resume", "stop", "verify-cache"]
 VERBS += ["log-level", "config"]
-OFFLINE = ["ftw", "trace"]
+OFFLINE = ["ftw", "plan", "trace"]
 
 
 async def test_help_names_every_verb_and_exit_code(ctl: Ctl) -> None:
