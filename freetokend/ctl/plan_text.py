@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from freetokend.core.units import format_bytes, format_bytes_per_s, format_seconds
-from freetokend.policy.machine_model import MODEL_ERROR_RATIO, ModelShape, Range
+from freetokend.policy.machine_model import MODEL_ERROR_RATIO, DecodeEstimate, ModelShape, Range
 from freetokend.policy.machine_plan import CHUNK_TOKENS, Change, Machine, MachinePlan
 from freetokend.policy.memory import gib
 
@@ -113,8 +113,7 @@ def _speeds(found: MachinePlan) -> list[tuple[str, str]]:
         (
             "cache",
             f"{_range(slots)} slots; {decode.miss_ratio:.0%} of the experts needed are missing, "
-            f"{decode.misses_per_layer:.1f} per layer, of which {decode.fills_per_layer:.1f} are "
-            "filled and the CPU executes the others",
+            f"{decode.misses_per_layer:.1f} per layer, {_served_by(decode)}",
         ),
         (
             "decode",
@@ -129,6 +128,12 @@ def _speeds(found: MachinePlan) -> list[tuple[str, str]]:
         ("limit", _LIMITS[found.limited_by or "fixed_costs"]),
     ]
     return [*lines, ("prefill", _prefill(found))]
+
+
+def _served_by(decode: DecodeEstimate) -> str:
+    if decode.fills_per_layer >= decode.misses_per_layer * (1 - 1e-9):
+        return "all of them filled"
+    return f"of which {decode.fills_per_layer:.1f} are filled and the CPU executes the others"
 
 
 def _prefill(found: MachinePlan) -> str:

@@ -83,6 +83,7 @@ async def test_the_answer_for_people(ctl: Ctl) -> None:
         "B_P 52.7 GB/s, B_H 60 GB/s, RAM 192.00 GiB",
         "of 11008 slots of 12.8 MiB",
         "138.81 GiB needed, there are 192.00 GiB",
+        "2.2 per layer, all of them filled",
         "missing experts, filled over the link (B_P)",
         "one pass of the pool over the link, 2.8 s",
         "a faster link to the GPU (B_P): of single changes it helps most",
