@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from freetokend.device.cuda_arena import CudaArena, CudaCopier
 from freetokend.device.cuda_driver import CudaDriver
 from freetokend.device.host_arena import HostArena
 from freetokend.engine.graphs import CudaGraphBackend, GraphBackend, GraphedProgram, GraphSpec
+from freetokend.enginehost.cuda_platform import SlotOps
 from freetokend.experts.cpu import CpuExpertDispatch, bank_experts
 from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, InlineFork, StreamFork
 from freetokend.experts.gpu.dispatch import (
@@ -25,12 +26,14 @@ from freetokend.experts.gpu.dispatch import (
     DispatchSpec,
     FillRecords,
     MergeBranches,
+    SlotExpertsCall,
     padded_rows,
 )
 from freetokend.experts.gpu.fill_kernel import fill_records
 from freetokend.experts.gpu.merge_kernel import merge_branches
 from freetokend.experts.gpu.slot_experts import SlotExperts
 from freetokend.experts.gpu.transfers import current_stream
+from freetokend.experts.host_rates import BUCKET_TOKENS
 from freetokend.experts.plan.contract import CachePlanner, PlanShape
 from freetokend.experts.plan.native import NativePlanner
 from freetokend.experts.residency import ResidencyState
@@ -47,7 +50,7 @@ from freetokend.tensor.program import Embed, Op, Route
 from freetokend.tensor.protocols import ExpertDispatch, StepInput, StepRunner
 from freetokend.tensor.state_dict_weights import StateDictWeights
 from freetokend.tensor.torch_program import TorchProgram
-from tests.experts.gpu.bf16_banks import bf16_bank
+from tests.experts.gpu.bf16_banks import bf16_bank, drawn_bank
 from tests.experts.gpu.immediate import ImmediateDriver
 from tests.experts.gpu.reference_ops import ReferenceOps
 from tests.kvcache.gpu.contexts import SEQUENCES, Contexts
@@ -61,18 +64,20 @@ from tests.support.device_model import (
 from tests.support.recorded_graphs import RepeatingBackend
 
 ROWS_CAPACITY: Final = 4
-BUCKETS: Final = 2
+BUCKETS: Final = len(BUCKET_TOKENS)
 _PAGES: Final = 64
 _PAGES_CAPACITY: Final = 8
 _ATTENTION_PAGE_TOKENS: Final = 32
 
 HOST_SHAPE: Final = SmallShape(layers=2, hidden=256, inter=256, experts=8, top_k=2)
-# Layers of the shape of a Qwen3.6 model with 35B parameters; fewer of them and fewer experts.
+# Layers of the shape of a Qwen3.6 model with 35B parameters. Two of its 40: their 512 experts are
+# 3.2 GB of pinned memory and as much on the GPU, drawn in seconds, and sweeps have a layer to
+# stream while another computes.
 CUDA_SHAPE: Final = SmallShape(
     layers=2,
     hidden=2048,
     inter=512,
-    experts=64,
+    experts=256,
     top_k=8,
     heads=16,
     kv_heads=2,
@@ -95,6 +100,11 @@ class Kind:
     driver: CudaDriver | None
     kernels: bool = False
     interpreted: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return str(self.device)
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -176,7 +186,8 @@ class Bench:
     def __init__(self, kind: Kind, shape: SmallShape) -> None:
         self.kind, self.shape = kind, shape
         self._closing = ExitStack()
-        self.bank = bf16_bank(
+        make = drawn_bank if kind.driver is not None else bf16_bank
+        self.bank = make(
             layers=shape.layers, experts=shape.experts, hidden=shape.hidden, inter=shape.inter
         )
         facts = self.facts = self.bank.mapped.bank
@@ -205,6 +216,21 @@ class Bench:
         """Give everything back."""
         self.kind.synchronize()
         self._closing.close()
+
+    def slots_of(self, share: float) -> int:
+        """Slots for this share of the experts; those of one token at least."""
+        return max(self.shape.top_k, int(share * self.facts.experts_count))
+
+    def split_misses(self, part: float) -> None:
+        """Fill this part of every layer's misses, and leave the rest to the CPU."""
+        self.split_by([[int(part * count) for count in range(self.shape.experts + 1)]] * BUCKETS)
+        self.dispatch.set_fillable([part > 0] * self.shape.layers)
+
+    def split_by(self, table: Sequence[Sequence[int]]) -> None:
+        """Fill as many of every layer's misses as the table says: [buckets][misses + 1]."""
+        for layer in range(self.shape.layers):
+            self.dispatch.set_fill_counts(layer, table)
+        self.dispatch.set_fillable([True] * self.shape.layers)
 
     def program(self, experts: ExpertDispatch | None = None) -> CudaProgram:
         """On the device, with the dispatch over its slots."""
@@ -330,25 +356,27 @@ class Bench:
             buckets_count=BUCKETS,
             least_slots=shape.top_k,
         )
-        host = self._host_ops()
-        ops = BranchOps(fill=self.fill, slots=host.slots, merge=self.merge, fork=self.fork)
-        if self.kind.kernels:
-            ops = self._cuda_ops(spec, ops)
+        ops = BranchOps(fill=self.fill, slots=self._slots(), merge=self.merge, fork=self.fork)
         planner = partial(self.kind.planner, self.pool.state)
         return CudaExpertDispatch(spec, ops, planner, self.kind.device)
 
-    def _cuda_ops(self, spec: DispatchSpec, ops: BranchOps) -> BranchOps:
+    def slot_ops(self) -> SlotOps:
+        """The device's kernels, as an engine's platform gives them."""
+        return SlotOps(fill=self.fill, slots=self._slots(), merge=self.merge)
+
+    def _slots(self) -> SlotExpertsCall:
+        if not self.kind.kernels:
+            return self._host_ops().slots
         slots = SlotExperts(
             self.facts,
             base_address=self.pool.base_address,
             slot_bytes=self.facts.record_bytes,
             slots_count=self.pool.state.slots_count,
-            tokens_capacity=padded_rows(spec.tokens_capacity),
-            top_k=spec.top_k,
+            tokens_capacity=padded_rows(ROWS_CAPACITY),
+            top_k=self.shape.top_k,
             interpreted=self.kind.interpreted,
         )
-        keeping = partial(slots.decode, keep_others=True)
-        return BranchOps(fill=ops.fill, slots=keeping, merge=self.merge, fork=ops.fork)
+        return partial(slots.decode, keep_others=True)
 
     def _fork(self) -> CpuFork:
         driver = self.kind.driver

@@ -1,6 +1,6 @@
 """Checks of the engine layer on a device: one row each, with a gate, and an exit status.
 
-    python -m tests.gpu.checks --device host|cuda [--json FILE]
+    python -m tests.gpu.checks --device host|cuda [--require PACKAGE] [--json FILE]
 
 Random weights are made here; nothing of the control plane is needed. Gates of speed hold for a
 GPU; the host device is held to those of values and bytes, and to loose ones of time.
@@ -24,53 +24,18 @@ import torch
 from freetokend.device.arena import ArenaError
 from freetokend.experts.plan.contract import PlanInputs, PlanOutputs, PlanShape, Stat
 from freetokend.experts.residency import ResidencyState
-from tests.gpu.bench import BUCKETS, CUDA_SHAPE, HOST_SHAPE, Bench, cuda_kind, host_kind
+from tests.gpu.bench import CUDA_SHAPE, HOST_SHAPE, Bench, cuda_kind, host_kind
 from tests.gpu.engine_checks import engine
+from tests.gpu.judge import LOGITS_ERROR, STEPS, Judge
 from tests.gpu.kernel_checks import attention, fill_rate, flashinfer, merged
-from tests.gpu.rows import Row
+from tests.gpu.neighbour_checks import neighbour
+from tests.gpu.rows import GPU, OPTIONAL_PACKAGES, Row, not_run, summary
+from tests.gpu.split_checks import branches, contended, split_by_table
 from tests.gpu.start_checks import starts
 from tests.gpu.sweep_checks import chunks, streamed
 
-STEPS: Final = 8
-# bf16 activations rounded at different places of sums in another order.
-LOGITS_ERROR: Final = 5e-3
-# Of router logits, whose standard deviation is about 2.
-TIE_MARGIN: Final = 0.02
 LEAST_JUDGED_SHARE: Final = 0.3
 _FORBIDDEN: Final = ("grpc", "fastapi", "flashinfer", "uvicorn")
-
-
-class Judge:
-    """Logits of steps beside the CPU's.
-
-    A sum in another order may choose another expert where two are as good as each other; such rows
-    are counted and not judged.
-    """
-
-    def __init__(self, bench: Bench) -> None:
-        self._references = bench.references(STEPS)
-
-    def error(self, logits: list[torch.Tensor]) -> float:
-        """The worst row's, relative to its norm; infinite where something is no number."""
-        worst = 0.0
-        for ours, reference in zip(logits, self._references, strict=True):
-            if not bool(torch.isfinite(ours).all()):
-                return float("inf")
-            norm = torch.linalg.vector_norm
-            errors = norm(ours - reference.logits, dim=1) / norm(reference.logits, dim=1)
-            judged = errors[reference.margins >= TIE_MARGIN]
-            worst = max([worst, *judged.tolist()])
-        return worst
-
-    @property
-    def judged_share(self) -> float:
-        """Of the rows."""
-        margins = torch.cat([one.margins for one in self._references])
-        return float((margins >= TIE_MARGIN).float().mean())
-
-
-def _share(bench: Bench, share: float) -> int:
-    return max(bench.shape.top_k, int(share * bench.facts.experts_count))
 
 
 def parity(bench: Bench, judge: Judge) -> list[Row]:
@@ -85,10 +50,9 @@ def parity(bench: Bench, judge: Judge) -> list[Row]:
         )
     ]
     for share in (0.37, 0.11):
-        bench.pool.resize(_share(bench, share))
+        bench.pool.resize(bench.slots_of(share))
         bench.dispatch.totals.zero_()
-        program, pages = bench.program(), bench.pages()
-        worst = judge.error([bench.run(program, pages, at) for at in range(STEPS)])
+        worst = judge.error_now(bench)
         totals = bench.dispatch.totals.sum(0).tolist()
         worked = totals[Stat.FILLS] > 0 and totals[Stat.EVICTIONS] > 0
         rows.append(
@@ -104,11 +68,11 @@ def parity(bench: Bench, judge: Judge) -> list[Row]:
 
 def split(bench: Bench, judge: Judge) -> list[Row]:
     """The same step filled, computed on the CPU, and half of each."""
-    bench.pool.resize(_share(bench, 0.37))
+    bench.pool.resize(bench.slots_of(0.37))
     found = []
     program = bench.program()
     for part in (0.0, 0.5, 1.0):
-        _split_misses(bench, part)
+        bench.split_misses(part)
         bench.dispatch.totals.zero_()
         pages = bench.pages()
         logits = [bench.run(program, pages, at) for at in range(STEPS)]
@@ -125,25 +89,16 @@ def split(bench: Bench, judge: Judge) -> list[Row]:
     ]
 
 
-def _split_misses(bench: Bench, part: float) -> None:
-    """Fill this part of every layer's misses, and leave the rest to the CPU."""
-    misses = range(bench.shape.experts + 1)
-    table = [[int(part * count) for count in misses]] * BUCKETS
-    for layer in range(bench.shape.layers):
-        bench.dispatch.set_fill_counts(layer, table)
-    bench.dispatch.set_fillable([part > 0] * bench.shape.layers)
-
-
 def graphs(bench: Bench, judge: Judge) -> list[Row]:
     """Replays, with a resize of the cache before each of them."""
-    bench.pool.resize(_share(bench, 0.37))
+    bench.pool.resize(bench.slots_of(0.37))
     program = bench.program()
     pages = bench.pages()
     graphed = bench.graphed(program, pages)
     logits, step_s, resize_s = [], [], []
     for at in range(STEPS):
         began_s = time.perf_counter()
-        bench.pool.resize(_share(bench, 0.37 if at % 2 else 0.2))
+        bench.pool.resize(bench.slots_of(0.37 if at % 2 else 0.2))
         resized_s = time.perf_counter()
         logits.append(bench.run(graphed, pages, at))
         step_s.append(time.perf_counter() - resized_s)
@@ -160,11 +115,14 @@ def graphs(bench: Bench, judge: Judge) -> list[Row]:
             passed=worst <= LOGITS_ERROR and got == expected,
         )
     ]
-    if bench.kind.driver is not None:
+    stalls = "a resize stalls less than a step"
+    if bench.kind.driver is None:
+        rows.append(not_run(stalls, GPU, "memory of the host is filled while it is committed"))
+    else:
         stall, step = max(resize_s[2:]), statistics.median(step_s[2:])
         rows.append(
             Row(
-                check="a resize stalls less than a step",
+                check=stalls,
                 measured=f"{stall * 1e6:.0f} us, a step {step * 1e6:.0f} us",
                 gate="< 1 step",
                 passed=stall < step,
@@ -177,12 +135,12 @@ def bells(bench: Bench, judge: Judge) -> list[Row]:
     """Replays that start the CPU by a doorbell."""
 
     def replay() -> tuple[float, float]:
-        bench.pool.resize(_share(bench, 0.37))
-        _split_misses(bench, 0.0)
+        bench.pool.resize(bench.slots_of(0.37))
+        bench.split_misses(0.0)
         pages = bench.pages()
         graphed = bench.graphed(bench.program(), pages)
         logits = [bench.run(graphed, pages, at) for at in range(STEPS)]
-        _split_misses(bench, 1.0)
+        bench.split_misses(1.0)
         return judge.error(logits), LOGITS_ERROR
 
     return starts(bench, replay)
@@ -190,7 +148,7 @@ def bells(bench: Bench, judge: Judge) -> list[Row]:
 
 def contents(bench: Bench, judge: Judge) -> list[Row]:
     """What lies in the slots after all that."""
-    bench.pool.resize(_share(bench, 0.37))
+    bench.pool.resize(bench.slots_of(0.37))
     bench.run(bench.program(), bench.pages(), 0)
     bench.kind.synchronize()
     report = bench.pool.verify(bench.bank.mapped)
@@ -298,42 +256,6 @@ def _plan_time(bench: Bench, shape: PlanShape, slots_count: int, gate_us: float)
     )
 
 
-def branches(bench: Bench, judge: Judge) -> list[Row]:
-    """Replayed steps with all, none and parts of the misses filled; on a GPU alone, because the
-    host device computes both branches with the same cores."""
-    if bench.kind.driver is None:
-        return []
-    rows = []
-    for share in (0.37, 0.11):
-        bench.pool.resize(_share(bench, share))
-        timed = {part: _step_s(bench, part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)}
-        single = min(timed[0.0], timed[1.0])
-        both = min(timed[part] for part in (0.25, 0.5, 0.75))
-        rows.append(
-            Row(
-                check=f"a step with both branches, {share:.0%} of the experts in slots",
-                measured=", ".join(f"{at:.0%}: {s * 1e6:.0f} us" for at, s in timed.items()),
-                gate="the best split no slower than the better branch alone",
-                passed=both <= single,
-            )
-        )
-    _split_misses(bench, 1.0)
-    return rows
-
-
-def _step_s(bench: Bench, part: float) -> float:
-    """The median step with this part of the misses filled."""
-    _split_misses(bench, part)
-    pages = bench.pages()
-    graphed = bench.graphed(bench.program(), pages)
-    times_s = []
-    for at in range(24):
-        began_s = time.perf_counter()
-        bench.run(graphed, pages, at)
-        times_s.append(time.perf_counter() - began_s)
-    return statistics.median(times_s[4:])
-
-
 def imports(bench: Bench, judge: Judge) -> list[Row]:
     """Nothing of the control plane was needed."""
     found = [name for name in _FORBIDDEN if name in sys.modules]
@@ -352,7 +274,9 @@ CHECKS: Final[tuple[Callable[[Bench, Judge], list[Row]], ...]] = (
     split,
     graphs,
     bells,
+    split_by_table,
     contents,
+    neighbour,
     claims,
     refused_growth,
     plan_times,
@@ -361,7 +285,8 @@ CHECKS: Final[tuple[Callable[[Bench, Judge], list[Row]], ...]] = (
     lambda bench, judge: chunks(bench),
     lambda bench, judge: merged(bench),
     lambda bench, judge: attention(bench),
-    branches,
+    lambda bench, judge: contended(bench),
+    lambda bench, judge: branches(bench),
     lambda bench, judge: engine(bench),
     imports,
     lambda bench, judge: flashinfer(bench),
@@ -379,19 +304,23 @@ def run_checks(bench: Bench) -> list[Row]:
             measured = f"{type(error).__name__}: {error}"
             found = [Row(check=check.__name__, measured=measured, gate="runs", passed=False)]
         for row in found:
-            print(
-                f"{'ok  ' if row.passed else 'FAIL'} {row.check}: {row.measured} ({row.gate})",
-                flush=True,
-            )
+            print(row, flush=True)
         rows += found
     return rows
 
 
 def main(arguments: list[str]) -> int:
-    """0 when every check passed."""
+    """0 when every check that ran passed, and none was left out for lack of what is required."""
     parser = argparse.ArgumentParser(prog="tests/gpu/run.sh")
     parser.add_argument("--device", choices=("host", "cuda"), required=True)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        choices=OPTIONAL_PACKAGES,
+        help="fail when a check was not run for lack of this package; may be repeated",
+    )
     options = parser.parse_args(arguments)
     make, shape = {"host": (host_kind, HOST_SHAPE), "cuda": (cuda_kind, CUDA_SHAPE)}[options.device]
     bench = Bench(make(shape.layers), shape)
@@ -399,9 +328,9 @@ def main(arguments: list[str]) -> int:
     bench.close()
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    failed_count = sum(not row.passed for row in rows)
-    print(f"{len(rows) - failed_count} of {len(rows)} checks passed on {options.device}")
-    return 1 if failed_count else 0
+    text, status = summary(rows, options.device, options.require)
+    print(text)
+    return status
 
 
 if __name__ == "__main__":

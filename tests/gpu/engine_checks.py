@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tests.gpu.bench import Bench
-from tests.gpu.rows import Row
+from tests.gpu.rows import Row, not_run
 from tests.support.tiny_checkpoints import write_tiny_qwen3_moe
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ def engine(bench: Bench) -> list[Row]:
     """Tokens beside those of an engine on the CPU, for all, three quarters and the fewest slots;
     where there is room for two layers, prompts stream them too."""
     if importlib.util.find_spec("pynvml") is None:
-        told = "not run: an engine needs the package nvidia-ml-py"
-        return [Row(check=_CHECK, measured=told, gate="where it is installed", passed=True)]
+        return [not_run(_CHECK, "nvidia-ml-py", "an engine asks that package for GPUs")]
     # What finds GPUs for an engine is not needed by the rest.
     from freetokend.experts.gpu.device_cache import DeviceCache
     from tests.enginehost.cells import serve_swept

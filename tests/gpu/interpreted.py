@@ -14,6 +14,7 @@ from typing import Final
 
 from tests.gpu import checks
 from tests.gpu.bench import Bench, interpreted_kind
+from tests.gpu.judge import Judge
 from tests.gpu.rows import Row
 from tests.gpu.sweep_checks import streamed
 from tests.kvcache.gpu.interpreted import patch_once
@@ -25,7 +26,7 @@ SHAPE: Final = SmallShape(layers=2, hidden=32, inter=32, experts=4, heads=2, kv_
 def main() -> None:
     patch_once()
     bench = Bench(interpreted_kind(SHAPE.layers), SHAPE)
-    judge = checks.Judge(bench)
+    judge = Judge(bench)
     rows: list[Row] = []
     for check in (checks.split, checks.graphs, checks.bells, checks.contents):
         rows += check(bench, judge)

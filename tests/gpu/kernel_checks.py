@@ -16,7 +16,7 @@ from freetokend.kvcache.batch import KvStore
 from freetokend.kvcache.gpu.flashinfer_store import FlashInferKvStore
 from freetokend.kvcache.gpu.triton_store import TritonKvStore
 from tests.gpu.bench import Bench
-from tests.gpu.rows import Row
+from tests.gpu.rows import GPU, Row, not_run
 from tests.kvcache.gpu.contexts import Contexts, Heads, relative_error
 
 # bf16 results of sums in fp32; FlashInfer also rounds queries and weights.
@@ -161,8 +161,11 @@ def _changed_by_steps(bench: Bench, contexts: Contexts) -> int:
 
 def flashinfer(bench: Bench) -> list[Row]:
     """FlashInfer's attention, where there are it and a GPU."""
-    if bench.kind.driver is None or importlib.util.find_spec("flashinfer") is None:
-        return []
+    check = "attention by FlashInfer"
+    if bench.kind.driver is None:
+        return [not_run(check, GPU, "it has kernels for GPUs alone")]
+    if importlib.util.find_spec("flashinfer") is None:
+        return [not_run(check, "flashinfer", "the package is not installed")]
     contexts = Contexts(HEADS[0], LENGTHS, 1)
     triton = bench.attention(contexts)
     assert isinstance(triton, TritonKvStore)
@@ -170,7 +173,7 @@ def flashinfer(bench: Bench) -> list[Row]:
     worst = _attention_error(bench, contexts, store)
     return [
         Row(
-            check="attention by FlashInfer",
+            check=check,
             measured=f"{worst:.1e}",
             gate=f"<= {FLASHINFER_ERROR:.0e}",
             passed=worst <= FLASHINFER_ERROR,

@@ -2,8 +2,10 @@
 # Checks the engine layer on a GPU, or with --device host on any machine. Offline: it installs
 # nothing and needs Python 3.11 or 3.12 with torch >= 2.11, triton >= 3.6, numpy and, for a GPU,
 # cuda-bindings; to build the native parts also pybind11, cmake, ninja and g++.
-#   bash tests/gpu/run.sh --device host|cuda [--json FILE]
-# PYTHON chooses the interpreter. One line per check; the exit status is 0 when all passed.
+#   bash tests/gpu/run.sh --device host|cuda [--require flashinfer|nvidia-ml-py] [--json FILE]
+# PYTHON chooses the interpreter. One line per check; the exit status is 0 when all that ran passed.
+# What was not run, for lack of a GPU or of a package, is said; --require makes a package's lack an
+# error.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$ROOT"

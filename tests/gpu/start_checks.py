@@ -11,19 +11,20 @@ from freetokend.experts.gpu.cpu_fork import StreamFork
 from freetokend.experts.gpu.doorbells import TritonDoorbell
 from freetokend.experts.gpu.transfers import queue_in
 from tests.gpu.bench import Bench
-from tests.gpu.rows import Row
+from tests.gpu.rows import GPU, Row, not_run
 
 _MOST_WAIT_S: Final = 5.0
+_CHECK: Final = "replayed steps whose CPU part is started by a doorbell"
 
 
 def starts(bench: Bench, replay: Callable[[], tuple[float, float]]) -> list[Row]:
     """replay: steps as new graphs, all misses on the CPU; (error of the logits, gate).
 
-    Nothing where the CPU's part is a call.
+    Not run where the CPU's part is a call.
     """
     fork = bench.fork
     if not isinstance(fork, StreamFork):
-        return []
+        return [not_run(_CHECK, GPU, "on the host device the CPU's part is a call")]
     interpreted = bench.kind.interpreted
     doorbell = TritonDoorbell(
         bench.branch,
@@ -48,7 +49,7 @@ def starts(bench: Bench, replay: Callable[[], tuple[float, float]]) -> list[Row]
     fork.doorbell = None
     return [
         Row(
-            check="replayed steps whose CPU part is started by a doorbell",
+            check=_CHECK,
             measured=f"{error:.1e}, {executed} executions; quicker: {reason}",
             gate=f"<= {gate:.0e}, some executions, a doorbell does not fail",
             passed=error <= gate and executed > 0 and "failed" not in reason,
