@@ -46,7 +46,7 @@ set_up() {
     python3 python3-venv python3-dev g++ cmake ninja-build ca-certificates libgtest-dev \
     systemd shellcheck
   # a CUDA build of torch, three sanitizer builds, and the demo models in every format in the cache
-  need_disk_bytes "$ROOT" 20000000000 "The test suite"
+  need_disk_bytes "$ROOT" 21000000000 "The test suite"
   fetch_promtool
   make_venv
   install_project engine demo test
