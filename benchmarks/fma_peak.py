@@ -9,17 +9,33 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
-from benchmarks.peers.cache import PeerUnavailableError, cache_directory, locked, run
+from benchmarks.c_helper import c_helper
 from benchmarks.rounds import Burst, run_burst
 
-OPERATIONS_PER_ITERATION: Final = 12 * 8 * 2
+FMA_PER_ITERATION: Final = 12
+OPERATIONS_PER_ITERATION: Final = FMA_PER_ITERATION * 8 * 2
 _ITERATIONS: Final = 200_000
+
+
+def fma_chains() -> Callable[[int], None]:
+    """FMA_PER_ITERATION multiply-adds of 8 fp32 numbers, so many times, on the calling thread.
+
+    Raises PeerUnavailableError without gcc; the function RuntimeError when its result is wrong.
+    """
+    function = c_helper("fma_chains").fma_chains
+    function.restype = ctypes.c_float
+    function.argtypes = [ctypes.c_long]
+
+    def chains(iterations: int) -> None:
+        end = function(iterations)
+        if not math.isclose(end, 2.0, rel_tol=1e-6):
+            raise RuntimeError(f"the chains end at {end}, not at 2")
+
+    return chains
 
 
 class FmaSide:
@@ -29,18 +45,14 @@ class FmaSide:
 
     def __init__(self, cpus: Sequence[int], operations_per_unit: float = 1.0) -> None:
         """Raises PeerUnavailableError without gcc."""
-        self._function = ctypes.CDLL(str(_library())).fma_chains
-        self._function.restype = ctypes.c_float
-        self._function.argtypes = [ctypes.c_long]
+        self._chains = fma_chains()
         self._threads = [ThreadPoolExecutor(1, initializer=_pin, initargs=(cpu,)) for cpu in cpus]
         self._operations_per_unit = operations_per_unit
         self._next = 0
 
     def _call(self, _index: int) -> None:
-        results = [thread.submit(self._function, _ITERATIONS) for thread in self._threads]
-        for result in results:
-            if not math.isclose(result.result(), 2.0, rel_tol=1e-6):
-                raise RuntimeError(f"the chains end at {result.result()}, not at 2")
+        for done in [thread.submit(self._chains, _ITERATIONS) for thread in self._threads]:
+            done.result()
 
     def burst(self, seconds: float) -> Burst:
         work = len(self._threads) * _ITERATIONS * OPERATIONS_PER_ITERATION
@@ -61,14 +73,3 @@ class FmaSide:
 
 def _pin(cpu: int) -> None:
     os.sched_setaffinity(0, {cpu})
-
-
-def _library() -> Path:
-    source = Path(__file__).with_name("fma_chains.c")
-    library = cache_directory() / "fma_chains.so"
-    with locked("fma-chains"):
-        if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
-            if shutil.which("gcc") is None:
-                raise PeerUnavailableError("the fp32 FMA peak needs gcc")
-            run(["gcc", "-O2", "-shared", "-fPIC", source, "-o", library], "building fma_chains")
-    return library

@@ -25,9 +25,12 @@ _MAPPING: Final = re.compile(r"[0-9a-f]+-[0-9a-f]+ ")
 
 
 class HugeMemory:
-    """Anonymous memory, on huge pages where the kernel gives them, touched."""
+    """Anonymous memory, on huge pages where the kernel gives them; every byte is 1.
 
-    def __init__(self, length_bytes: int) -> None:
+    `touched=False`: it has no pages yet.
+    """
+
+    def __init__(self, length_bytes: int, *, touched: bool = True) -> None:
         size = -(-length_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self._map = mmap.mmap(
             -1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -36,7 +39,8 @@ class HugeMemory:
         memory = np.frombuffer(self._map, np.uint8)
         start = -memory.ctypes.data % HUGE_PAGE_BYTES
         self.array: NDArray[np.uint8] = memory[start : start + size]
-        self.array[:] = 1
+        if touched:
+            self.array[:] = 1
         self.address = int(self.array.ctypes.data)
         self.length_bytes = size
 
