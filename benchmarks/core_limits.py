@@ -7,11 +7,11 @@ One core each: dependent additions, which are one a cycle and tell the clock; in
 multiply-adds, which tell how wide the core is at that moment; 1, 2 and 4 streams of reads; the
 clearing of new pages. Then every format's kernel with one thread, from the second-level cache and
 from memory. A core's share of the read ceiling of all cores sets the cycles in which 64 weights
-arrive; those that the kernel takes from the cache, if they are more, set the share of the ceiling
-that is possible: min(1, arrival / kernel). It is a calculation: that a core computes on while it
-waits for memory is assumed, so more is not possible and less may be. The ceiling is the median of
-all those of the run that come within 85 % of the best; --ceilings also tells the shares of others,
-such as were measured beside a layer.
+arrive; those that the kernel takes (from the cache, or from memory where that was less) set the
+share of the ceiling that is possible: min(1, arrival / kernel). It is a calculation: that a core
+computes on while it waits for memory is assumed, so more is not possible and less may be. The
+ceiling is the median of all those of the run that come within 85 % of the best; --ceilings also
+tells the shares of others, such as were measured beside a layer.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ from freetokend.native.host import HUGE_PAGE_BYTES
 
 FROM_CACHE: Final = "from the second-level cache"
 FROM_MEMORY: Final = "from memory"
+KERNEL: Final = "at the better of both"
 SHARE: Final = "a core's share of the read ceiling"
 ARRIVAL: Final = "arrival at a core's"
 CYCLES: Final = "cycles for 64 weights"
 REACHABLE: Final = "reachable"
 OUT_OF_REACH: Final = "out of reach"
-# In the second-level cache; more than the last one is certain to miss it.
+# So many times the last-level cache is certain to miss it.
 _LAST_LEVELS: Final = 4
 _LEAST_MEMORY_BYTES: Final = 256 << 20
 _CLEARED_BYTES: Final = 1 << 30
@@ -179,6 +180,9 @@ class KernelCase:
         cached = Measure(name=f"{name} {FROM_CACHE}", values=cycles(FROM_CACHE))
         cold = Measure(name=f"{name} {FROM_MEMORY}, one core", values=cycles(FROM_MEMORY))
         kept = ratios(cached.values, cold.values)
+        # What a kernel takes from memory it does not exceed by itself.
+        least = [min(pair) for pair in zip(cached.values, cold.values, strict=True)]
+        kernel = Measure(name=f"{name} {KERNEL}", values=least)
         rows = [
             row_of(cold, cached, CYCLES, kept, busy=outcome.busy, page_bytes=page_bytes),
             per_cycle_row(f"{name}: {WIDTH} meanwhile", WIDTH, outcome),
@@ -188,9 +192,9 @@ class KernelCase:
                 name=f"{ARRIVAL} {rate / 1e9:.1f} GB/s",
                 values=[self.bytes_per_64 * hertz / rate for hertz in clock],
             )
-            possible = [min(1.0, ratio) for ratio in ratios(arrival.values, cached.values)]
+            possible = [min(1.0, ratio) for ratio in ratios(arrival.values, least)]
             rows.append(
-                row_of(cached, arrival, CYCLES, possible, busy=outcome.busy, goal=self.goal)
+                row_of(kernel, arrival, CYCLES, possible, busy=outcome.busy, goal=self.goal)
             )
         return rows
 
@@ -210,7 +214,7 @@ def table(rows: Sequence[Row], ceilings: Sequence[float]) -> str:
             [
                 cold.rival.removesuffix(f" {FROM_CACHE}"),
                 f"{first.goal:g}" if first.goal else "-",
-                *(f"{value:.1f}" for value in (width.ours, cold.ours, first.ours)),
+                *(f"{value:.1f}" for value in (width.ours, cold.ours, cold.rival_value)),
                 f"{first.rival_value:.1f}",
                 *(f"{row.ratio:.2f} ({row.ratio_min:.2f}..{row.ratio_max:.2f})" for row in kernels),
             ]
