@@ -49,10 +49,10 @@ from benchmarks.rounds import (
     Plan,
     Side,
     foreground,
-    pinned_caller,
     play,
 )
 from freetokend.ftw.formats import WeightFormat, parse_format
+from freetokend.native.affinity import pinned_thread
 from freetokend.native.executor import Executor
 from freetokend.native.host import HUGE_PAGE_BYTES
 
@@ -335,7 +335,7 @@ def main() -> int:
     chosen = [int(cpu) for cpu in options.cpus.split(",") if cpu]
     cpus = chosen or sorted(os.sched_getaffinity(0))
     with (
-        pinned_caller(cpus[0]),
+        pinned_thread(cpus[0]),
         Executor(cpus[:1], isa=options.isa) as executor,
         Executor(cpus, isa=options.isa) as readers,
     ):

@@ -1,6 +1,6 @@
 """An engine killed with SIGKILL and its successor, in the running service, on a pool of real size.
 
-usage: python -m benchmarks.engine_restart [--model DIR] [--rounds N] [--json FILE]
+usage: python -m benchmarks.engine_restart [--quick] [--model DIR] [--rounds N] [--json FILE]
 
 Without --model a random model with a pool of about 2.7 GB is made first. Every round kills the
 engine and waits for the next one; attaching, background pinning and the warm-up token are the
@@ -109,9 +109,11 @@ def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="an FTW directory")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="2 rounds")
+    parser.add_argument("--rounds", type=int, default=None, help="default: 5")
     parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
+    rounds_count = arguments.rounds or (2 if arguments.quick else 5)
     with tempfile.TemporaryDirectory(prefix="ftk-", dir="/var/tmp") as name:
         model_dir = arguments.model
         if model_dir is None:
@@ -128,7 +130,7 @@ def main() -> None:
             )
             model_dir = Path(name) / "model"
             convert(source, model_dir, progress=lambda _: None)
-        write(asyncio.run(_run(model_dir, arguments.rounds)), arguments.json)
+        write(asyncio.run(_run(model_dir, rounds_count)), arguments.json)
 
 
 if __name__ == "__main__":
