@@ -101,7 +101,9 @@ def test_the_journal_says_what_became_of_it(
     deep: FtwDirectory, caplog: pytest.LogCaptureFixture, share: float, level: int
 ) -> None:
     platform = CpuPlatform(pinned_share=share)
-    with engine_on(platform, deep, late=True, **SIZES) as built, caplog.at_level(logging.INFO):
+    # what other tests left of the log's level does not matter
+    listening = caplog.at_level(logging.INFO, "freetokend")
+    with engine_on(platform, deep, late=True, **SIZES) as built, listening:
         pin = _pinning(built, logs.logger("freetokend.test"))
         while pin():
             pass
