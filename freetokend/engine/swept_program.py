@@ -66,10 +66,14 @@ class SweptProgram:
 
     def chosen(self, step: StepInput) -> ChosenTokens:
         """As of `LayerRunner`. InternalError for a sweep that is void."""
+        return sample_logits(self._executor, self.logits(step), step.sampling)
+
+    def logits(self, step: StepInput) -> torch.Tensor:
+        """After the last op, once: fp32 [S', vocab] on the host. As of `chosen`."""
         moved, self._moved = self._on_device(step), None
         logits = self._program.logits(moved).cpu()
         self._note()
-        return sample_logits(self._executor, logits, step.sampling)
+        return logits
 
     def _on_device(self, step: StepInput) -> StepInput:
         """Moved once for all ranges."""

@@ -50,6 +50,9 @@ class GpuPresence:
         return f"{what} ({where}) {be} present but no driver answers: {self.problem}"
 
 
+NO_GPUS: Final = GpuPresence()
+
+
 class Device(StrEnum):
     """Where the slots of an expert cache are: nowhere, in ordinary memory, or on a GPU."""
 
@@ -68,11 +71,17 @@ class BackendChoice:
 
 
 def choose_device(settings: EngineSettings, gpus: GpuPresence) -> Device:
-    """What could hold the slots of an expert cache; ConfigError for one that cannot be had."""
+    """What could hold the slots of an expert cache; ConfigError for one that cannot be had.
+
+    "auto" is a GPU where the driver names one; whether it can be used its engine finds out.
+    """
     match settings.device:
         case "host":
             return Device.HOST
-        case "auto" | "none":
+        case "auto":
+            tries = gpus.names and settings.backend != "cpu" and settings.numerics == "exact"
+            return Device.CUDA if tries else Device.NONE
+        case "none":
             return Device.NONE
         case "cuda":
             if gpus.names:
@@ -131,13 +140,15 @@ def uses_cuda(settings: EngineSettings) -> bool:
     return settings.device == Device.CUDA and settings.backend != "cpu"
 
 
-def choose_backend(asked: str, gpus: GpuPresence) -> BackendChoice:
+def choose_backend(settings: EngineSettings, gpus: GpuPresence) -> BackendChoice:
     """Where no device holds slots. ConfigError for a backend that needs one."""
+    asked = settings.backend
+    why = _why_no_gpu(settings, gpus)
     if asked in GPU_BACKENDS:
         raise ConfigError(
-            f'engine.backend = "{asked}" needs a device for the slots of its expert cache. Set it '
-            'to "auto" or "cpu", or engine.device to "cuda" where there is an NVIDIA GPU; for '
-            'development, engine.device = "host" puts ordinary memory in the place of a GPU.',
+            f'engine.backend = "{asked}" needs a device for the slots of its expert cache, and '
+            f'there is none: {why}. Set it to "auto" or "cpu"; for development, engine.device = '
+            '"host" puts ordinary memory in the place of a GPU.',
             param="engine.backend",
         )
     if asked not in ("auto", "cpu"):
@@ -146,14 +157,35 @@ def choose_backend(asked: str, gpus: GpuPresence) -> BackendChoice:
             f"{', '.join(GPU_BACKENDS)}.",
             param="engine.backend",
         )
+    return cpu_beside(settings, gpus, why)
+
+
+def cpu_beside(settings: EngineSettings, gpus: GpuPresence, why: str) -> BackendChoice:
+    """The CPU, with notes on a GPU that it serves beside, and on a size that has no effect.
+
+    why: a clause, why there are no slots.
+    """
+    notes = [f"{GPU_NOT_USED}: {why}."] if gpus.present else []
+    key = cache_key(settings) or ("engine.attention" if settings.attention != "auto" else "")
+    if key:
+        notes.append(f"{key} has no effect: no expert cache on a GPU, because {why}.")
+    return BackendChoice(backend="cpu", reason=why, notes=tuple(notes))
+
+
+def _why_no_gpu(settings: EngineSettings, gpus: GpuPresence) -> str:
     if not gpus.present:
-        return BackendChoice(backend="cpu", reason="no NVIDIA GPU is visible to this process")
+        return "no NVIDIA GPU is visible to this process"
     found = gpus.describe()
-    return BackendChoice(
-        backend="cpu",
-        reason=f'a GPU is used with engine.device = "cuda" only; {found}',
-        notes=(f'{GPU_NOT_USED}, because engine.device is not "cuda"; {found}.',),
-    )
+    if settings.backend == "cpu":
+        return f'engine.backend is "cpu"; {found}'
+    if settings.device == Device.NONE:
+        return f'engine.device is "none"; {found}'
+    if gpus.names and settings.numerics != "exact":
+        return (
+            f'engine.numerics = "{settings.numerics}" rounds activations as no GPU does and is for '
+            f"engines whose CPU runs every expert; {found}"
+        )
+    return found
 
 
 def find_gpus(

@@ -11,15 +11,19 @@ from typing import Final, cast
 
 import torch
 
-from freetokend.core.errors import ConfigError
+from freetokend.core.errors import ConfigError, Reason, ResourceError
 from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts, model_facts
 from freetokend.engine.step import Engine
 from freetokend.engine.sweep import SweepingEngine
 from freetokend.engine.work import StepEngine
+from freetokend.enginehost.auto_device import needs_gpu, try_gpu
 from freetokend.enginehost.backend import (
+    NO_GPUS,
     BackendChoice,
     Device,
+    GpuPresence,
+    choose_device,
     uses_cuda,
     uses_host_device,
     without_cache,
@@ -83,29 +87,45 @@ def build_engine(
     settings: EngineSettings,
     cpus: tuple[int, ...],
     memory: HostMemory,
+    gpus: GpuPresence = NO_GPUS,
 ) -> BuiltEngine:
     """The EngineBuilder of every device."""
-    platform = _gpu_platform() if uses_cuda(settings) else None
-    return build_engine_on(platform, directory, region_address, settings, cpus, memory)
+    return build_engine_on(
+        _gpu_platform, directory, region_address, settings, cpus, memory, gpus=gpus
+    )
 
 
 def build_engine_on(
-    platform: CudaPlatform | None,
+    new_platform: Callable[[], CudaPlatform],
     directory: FtwDirectory,
     region_address: int,
     settings: EngineSettings,
     cpus: tuple[int, ...],
     memory: HostMemory,
+    *,
+    gpus: GpuPresence,
 ) -> BuiltEngine:
-    """platform: the GPU, where `settings` ask for one; None for the CPU and the host device."""
+    """new_platform: the GPU; called where `settings` and `gpus` ask for one alone."""
     torch.set_num_threads(1)  # the executor's threads do the work; torch's would fight them
     builder = _Builder(directory, region_address, settings, Executor(cpus), memory)
-    return builder.build() if platform is None else builder.build_on(platform)
+    if settings.backend == "cpu" or choose_device(settings, gpus) is not Device.CUDA:
+        return builder.build()
+    if needs_gpu(settings):
+        return builder.build_on(new_platform())
+    tried = try_gpu(builder.build_on, new_platform, settings, gpus)
+    return builder.in_place(tried) if isinstance(tried, BackendChoice) else tried
 
 
 def _gpu_platform() -> CudaPlatform:
     # Triton is imported where there is a GPU alone.
-    module = importlib.import_module("freetokend.enginehost.gpu_platform")
+    try:
+        module = importlib.import_module("freetokend.enginehost.gpu_platform")
+    except ImportError as error:
+        raise ResourceError(
+            f"What a GPU is used with cannot be loaded: {error}. Install freetokend with its extra "
+            '"gpu", or set engine.device to "none".',
+            reason=Reason.DEVICE_UNUSABLE,
+        ) from error
     return cast("CudaPlatform", module.GpuPlatform())
 
 
@@ -154,7 +174,7 @@ class _Builder:
             if isinstance(built, BuiltEngine):
                 return built
             backend = built
-        return self._in_place(backend)
+        return self.in_place(backend)
 
     def build_on(self, platform: CudaPlatform) -> BuiltEngine:
         """Experts in slots of a GPU. ConfigError for a model or numerics that it has no use for."""
@@ -183,7 +203,8 @@ class _Builder:
             platform,
         )
         if isinstance(made, BackendChoice):
-            return self._in_place(made)
+            platform.release()
+            return self.in_place(made)
         cache = made.cache
         built = self._built(
             SweepingEngine(
@@ -215,7 +236,7 @@ class _Builder:
             pinning=cache,
         )
 
-    def _in_place(self, backend: BackendChoice | None) -> BuiltEngine:
+    def in_place(self, backend: BackendChoice | None) -> BuiltEngine:
         """Every expert executed in the pool."""
         bank = self._index.expert_bank
         experts = bank_experts(bank, self._region_address, numerics=self._numerics)

@@ -20,6 +20,7 @@ from freetokend.enginehost.cuda_kernels import SlotKernels, slot_kernels
 from freetokend.enginehost.cuda_platform import CudaPlatform
 from freetokend.enginehost.cuda_slots import DeviceSlots
 from freetokend.enginehost.deciding import layer_runs, sweep_from
+from freetokend.enginehost.proof import Proven, prove
 from freetokend.experts.cpu import bank_experts
 from freetokend.experts.gpu.cpu_fork import CpuFork, HostBuffers, StreamFork
 from freetokend.experts.gpu.device_cache import DeviceCache, NotingRunner
@@ -78,7 +79,8 @@ class CudaEngine:
 
 
 def build_cuda(inputs: CudaInputs, platform: CudaPlatform) -> CudaEngine | BackendChoice:
-    """The engine, or why "auto" does without slots. ConfigError and ResourceError name the key."""
+    """The engine, proven, or why "auto" does without slots. ConfigError and ResourceError name the
+    key."""
     overrides = parse_layers(inputs.settings.layers, inputs.index.expert_bank.moe_layers_count)
     kernels = slot_kernels(inputs.index.expert_bank.format, platform.capability)
     undo = ExitStack()
@@ -99,14 +101,37 @@ def build_cuda(inputs: CudaInputs, platform: CudaPlatform) -> CudaEngine | Backe
                 overrides=overrides,
             )
             parts = _Parts(inputs, platform, slots, undo, decision, choices)
-            return parts.engine(choice, kernels)
-    except BaseException:
-        platform.synchronize()
-        undo.close()
+            made = parts.engine(choice, kernels)
+            prove(inputs, _proven(made, platform.name))
+            return made
+    except BaseException as error:
+        _give_back(platform, undo, error)
         raise
     platform.synchronize()
     undo.close()
     return choice
+
+
+def _give_back(platform: CudaPlatform, undo: ExitStack, error: BaseException) -> None:
+    """After `error`, which a device can make so bad that it takes nothing back."""
+    for give in (platform.synchronize, undo.close):
+        try:
+            give()
+        except Exception as again:
+            error.add_note(f"not all of the GPU was given back: {again}")
+
+
+def _proven(made: CudaEngine, name: str) -> Proven:
+    return Proven(
+        runner=made.runner,
+        sweep_runner=made.sweep_runner,
+        sweeps=bool(made.sweep_from_tokens) and made.cache.can_sweep,
+        steps_tap=made.taps.steps,
+        sweeps_tap=made.taps.sweeps,
+        kv=made.kv,
+        plan=made.plan,
+        name=name,
+    )
 
 
 class _Parts:

@@ -9,7 +9,7 @@ from typing import Protocol
 from freetokend.core.host_facts import HostMemory
 from freetokend.core.model_config import ModelFacts
 from freetokend.engine.work import StepEngine
-from freetokend.enginehost.backend import BackendChoice
+from freetokend.enginehost.backend import NO_GPUS, BackendChoice, GpuPresence
 from freetokend.enginehost.cache_control import CacheControl
 from freetokend.enginehost.trace_control import RoutingTaps
 from freetokend.ftw.reader import FtwDirectory
@@ -76,8 +76,8 @@ class BuiltEngine:
 class EngineBuilder(Protocol):
     """Builds an engine over a filled pool.
 
-    `memory` is what is left with the pool in place. Raises ModelDataError, ConfigError and
-    ResourceError.
+    `memory` is what is left with the pool in place; `gpus`: what can be seen of them. Raises
+    ModelDataError, ConfigError and ResourceError.
     """
 
     def __call__(
@@ -87,4 +87,5 @@ class EngineBuilder(Protocol):
         settings: EngineSettings,
         cpus: tuple[int, ...],
         memory: HostMemory,
+        gpus: GpuPresence = NO_GPUS,
     ) -> BuiltEngine: ...

@@ -100,6 +100,11 @@ class CudaPlatform(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def release(self) -> None:
+        """Give back what is kept to be used again; when everything that it made was closed and
+        nobody will use it any more."""
+        ...
+
     def new_arena(self, reserved_bytes: int) -> Arena: ...
 
     def new_planner(

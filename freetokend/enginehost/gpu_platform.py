@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 
@@ -74,6 +75,11 @@ class GpuPlatform:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def release(self) -> None:
+        gc.collect()  # graphs and tensors that refer to each other
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     def new_arena(self, reserved_bytes: int) -> Arena:
         return CudaArena(self._driver, reserved_bytes)

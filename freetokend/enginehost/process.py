@@ -29,11 +29,10 @@ from freetokend.core.logs import EventLogger, logger, set_up_logging
 from freetokend.enginehost.attach import AttachedPool, attach_pool
 from freetokend.enginehost.backend import (
     BackendChoice,
+    Device,
     choose_backend,
     choose_device,
     find_gpus,
-    uses_cuda,
-    uses_host_device,
 )
 from freetokend.enginehost.built import BuiltEngine, EngineBuilder
 from freetokend.enginehost.cache_control import CacheCommands
@@ -199,10 +198,9 @@ class _Host:
         settings, client = self._settings, self._client
         client.set_busy(True)
         gpus = find_gpus()
-        choose_device(settings, gpus)
         backend = None
-        if not uses_host_device(settings) and not uses_cuda(settings):
-            backend = choose_backend(settings.backend, gpus)
+        if choose_device(settings, gpus) is Device.NONE or settings.backend == "cpu":
+            backend = choose_backend(settings, gpus)
         self._tell(LoadStage.ATTACH)
         directory = FtwDirectory(model_dir)
         cpus = read_cpu_choice(self._files, settings.threads_count)
@@ -222,6 +220,7 @@ class _Host:
             settings,
             cpus.cpus,
             read_host_memory(self._files),
+            gpus,
         )
         backend = built.backend or backend
         if backend is None:

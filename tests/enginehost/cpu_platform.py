@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 
@@ -13,6 +14,7 @@ from freetokend.device.copier import HostCopier, SlotCopier
 from freetokend.device.cuda_driver import DeviceMemory
 from freetokend.device.host_arena import HostArena
 from freetokend.engine.graphs import GraphBackend
+from freetokend.enginehost.backend import GpuPresence
 from freetokend.enginehost.build import build_engine_on
 from freetokend.enginehost.built import BuiltEngine
 from freetokend.enginehost.cuda_platform import (
@@ -40,6 +42,8 @@ from tests.experts.gpu.reference_ops import ReferenceOps
 from tests.support.device_model import DensePages, SmallShape
 from tests.support.late_transfers import LateTransfers
 from tests.support.recorded_graphs import RepeatingBackend
+
+ONE_GPU: Final = GpuPresence(names=("no GPU at all",))
 
 
 class PinnedPart:
@@ -77,6 +81,7 @@ class CpuPlatform:
         self.transfers = LateTransfers()
         self.registration: PinnedPart | None = None
         self.asked_attention = ""
+        self.is_released = False
         self._free_bytes, self._pinned_share = free_bytes, pinned_share
         self._executor = Executor(sorted(os.sched_getaffinity(0))[:1])
 
@@ -86,6 +91,9 @@ class CpuPlatform:
     def synchronize(self) -> None:
         """Nothing is queued but transfers."""
         self.transfers.synchronize()
+
+    def release(self) -> None:
+        self.is_released = True
 
     def new_arena(self, reserved_bytes: int) -> Arena:
         return HostArena(reserved_bytes)
@@ -131,21 +139,27 @@ class CpuPlatform:
 
 @contextmanager
 def engine_on(
-    platform: CudaPlatform, directory: FtwDirectory, *, late: bool = False, **settings: int | str
+    platform: CudaPlatform | Callable[[], CudaPlatform],
+    directory: FtwDirectory,
+    *,
+    late: bool = False,
+    gpus: GpuPresence = ONE_GPU,
+    **settings: int | str,
 ) -> Iterator[BuiltEngine]:
-    """An engine as on a GPU, over a pool of its own. late: what is pinned while it serves is not
-    pinned yet."""
+    """An engine as on a GPU, over a pool of its own. platform: or what makes it. late: what is
+    pinned while it serves is not pinned yet."""
     cpus = tuple(sorted(os.sched_getaffinity(0))[:2])
     with new_pool(directory) as pool:
         attached = attach(pool, directory)
         with attached.mapping as mapping:
             built = build_engine_on(
-                platform,
+                platform if callable(platform) else lambda: platform,
                 directory,
                 mapping.region_address,
-                EngineSettings(model="tiny", device="cuda", **settings),  # type: ignore[arg-type]
+                EngineSettings(model="tiny", **{"device": "cuda", **settings}),  # type: ignore[arg-type]
                 cpus,
                 PLENTY,
+                gpus=gpus,
             )
             try:
                 while not late and built.pinning is not None and built.pinning.pin():

@@ -8,7 +8,16 @@ import pytest
 
 from freetokend.core.errors import ConfigError, Reason
 from freetokend.core.host_facts import HostFiles, NvidiaCard
-from freetokend.enginehost.backend import GpuPresence, choose_backend, find_gpus
+from freetokend.enginehost.backend import (
+    BackendChoice,
+    Device,
+    GpuPresence,
+    choose_backend,
+    choose_device,
+    find_gpus,
+)
+from freetokend.link.messages import EngineSettings
+from freetokend.policy.health import GPU_NOT_USED
 
 NONE = GpuPresence()
 TWO = GpuPresence(names=("NVIDIA RTX 4060", "NVIDIA H200"), device_nodes=("/dev/nvidia0",))
@@ -17,9 +26,14 @@ MUTE = GpuPresence(cards=(CARD,), problem="NVMLError_DriverNotLoaded: Driver Not
 NODES = GpuPresence(device_nodes=("/dev/nvidia0", "/dev/nvidia1"), problem="X")
 
 
+def chosen(backend: str, gpus: GpuPresence, **more: int | str) -> BackendChoice:
+    asked: dict[str, int | str] = {"backend": backend, **more}
+    return choose_backend(EngineSettings(model="m", **asked), gpus)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("asked", ["auto", "cpu"])
 def test_without_a_gpu_the_cpu_serves_and_there_is_nothing_to_note(asked: str) -> None:
-    choice = choose_backend(asked, NONE)
+    choice = chosen(asked, NONE)
     assert choice.backend == "cpu"
     assert "no NVIDIA GPU" in choice.reason
     assert choice.notes == ()
@@ -39,7 +53,7 @@ def test_without_a_gpu_the_cpu_serves_and_there_is_nothing_to_note(asked: str) -
     ],
 )
 def test_a_gpu_that_is_not_used_is_named(asked: str, gpus: GpuPresence, text: str) -> None:
-    choice = choose_backend(asked, gpus)
+    choice = chosen(asked, gpus, device="none")
     assert choice.backend == "cpu"
     assert text in choice.reason
     assert len(choice.notes) == 1
@@ -51,7 +65,7 @@ def test_a_gpu_that_is_not_used_is_named(asked: str, gpus: GpuPresence, text: st
 @pytest.mark.parametrize("gpus", [NONE, TWO])
 def test_what_this_build_cannot_do_is_refused(asked: str, gpus: GpuPresence) -> None:
     with pytest.raises(ConfigError, match="cpu") as caught:
-        choose_backend(asked, gpus)
+        chosen(asked, gpus)
     assert caught.value.reason is Reason.CONFIG_INVALID
     assert caught.value.param == "engine.backend"
 
@@ -87,7 +101,7 @@ def test_a_card_whose_driver_is_missing_or_broken_is_named(
     found = find_gpus(files=files, device_glob="/nonexistent", nvml_names=broken)
     assert found.present
     assert words in found.describe()
-    choice = choose_backend("auto", found)
+    choice = chosen("auto", found)
     assert words in choice.reason
     assert words in choice.notes[0]
 
@@ -113,3 +127,53 @@ def test_a_driver_that_answers_names_its_gpus(files: HostFiles) -> None:
     found = find_gpus(files=files, nvml_names=lambda: ("NVIDIA H200",))
     assert (found.names, found.problem) == (("NVIDIA H200",), "")
     assert found.describe() == "present but not used: NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "device"),
+    [
+        ({}, TWO, Device.CUDA),
+        ({"backend": "hybrid"}, TWO, Device.CUDA),
+        ({}, NONE, Device.NONE),
+        ({}, MUTE, Device.NONE),
+        ({"backend": "cpu"}, TWO, Device.NONE),
+        ({"numerics": "fast"}, TWO, Device.NONE),
+        ({"device": "none"}, TWO, Device.NONE),
+        ({"device": "host"}, TWO, Device.HOST),
+    ],
+)
+def test_auto_is_a_gpu_that_the_driver_names(
+    settings: dict[str, str], gpus: GpuPresence, device: Device
+) -> None:
+    assert choose_device(EngineSettings(model="m", **settings), gpus) is device  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"numerics": "fast"}, 'engine.numerics = "fast" rounds activations as no GPU does'),
+        ({"backend": "cpu"}, 'engine.backend is "cpu"'),
+        ({"device": "none"}, 'engine.device is "none"'),
+    ],
+)
+def test_what_keeps_a_gpu_out_is_said(settings: dict[str, str], why: str) -> None:
+    choice = choose_backend(EngineSettings(model="m", **settings), TWO)  # type: ignore[arg-type]
+    assert choice.reason.startswith(why)
+    assert choice.reason.endswith("; present but not used: NVIDIA RTX 4060, NVIDIA H200")
+    assert choice.notes == (f"{GPU_NOT_USED}: {choice.reason}.",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"slots_count": 9}, "engine.slots_count"),
+        ({"preset": "chat"}, "engine.preset"),
+        ({"layers": "0=cpu"}, "engine.layers"),
+        ({"sweep_tokens": 64}, "engine.sweep_tokens"),
+        ({"attention": "triton"}, "engine.attention"),
+    ],
+)
+def test_a_size_that_has_no_effect_is_said(settings: dict[str, int | str], key: str) -> None:
+    (note, size) = chosen("auto", MUTE, **settings).notes
+    assert note.startswith(GPU_NOT_USED)
+    assert size.startswith(f"{key} has no effect: ")

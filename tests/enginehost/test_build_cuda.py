@@ -131,6 +131,8 @@ def test_layers_can_have_a_branch_of_their_own(
     with engine_on(CpuPlatform(), deep, **asked) as built:
         expected = tokens(built)
     with engine_on(CpuPlatform(), deep, **asked, layers="1=cpu,3=fill") as built:
+        # A prompt of the proof can need more experts than there are slots.
+        before = cache_of(built).counters().layers[3]
         assert tokens(built) == expected
         assert built.cache_description is not None
         runs = built.cache_description.layer_runs
@@ -138,7 +140,8 @@ def test_layers_can_have_a_branch_of_their_own(
         assert branches == [usual, "cpu", usual, "fill"]
         layers = cache_of(built).counters().layers
         assert layers[1].fills_count == 0 < layers[1].cpu_count
-        assert layers[3].cpu_count == 0 < layers[3].fills_count
+        assert layers[3].cpu_count == before.cpu_count
+        assert layers[3].fills_count > before.fills_count
     with (
         pytest.raises(ConfigError, match="no MoE layer 4"),
         engine_on(CpuPlatform(), deep, **settings(layers="4=cpu")),

@@ -145,7 +145,8 @@ class _Decision:
         elif driver:
             self._leave(
                 "engine.device",
-                f"an NVIDIA driver ({driver}) is loaded; the engine decides when it has asked it",
+                f"an NVIDIA driver ({driver}) is loaded; the engine takes a GPU that the driver "
+                "names and that computes what the CPU does; see freetokenctl status",
             )
         else:
             self._set("engine.device", "none", self._why_no_device())
@@ -213,7 +214,9 @@ class _Decision:
                 self._leave(key, reason)
 
     def _why_no_gpu(self) -> str:
-        on_gpu = self.values["engine.device"] == "cuda" and self.values["engine.backend"] != "cpu"
+        """Where a GPU may be used, which is what "auto" still means here, nothing."""
+        may_be = self.values["engine.device"] in ("cuda", AUTO)
+        on_gpu = may_be and self.values["engine.backend"] != "cpu"
         return "" if on_gpu else "not used: attention is computed by the CPU"
 
     def _only_with_a_cache(self) -> None:

@@ -185,8 +185,10 @@ _KEYS: Final = (
     _string(
         "engine.device",
         AUTO,
-        'Where the slots of the expert cache are: an NVIDIA GPU (cuda), or none. "host", ordinary '
-        "memory in the place of a GPU, is for development; it is never chosen by itself.",
+        'Where the slots of the expert cache are: an NVIDIA GPU (cuda), or none. "auto" takes a '
+        "GPU that computes what the CPU does when the engine starts, and else the CPU serves and "
+        'says why. "host", ordinary memory in the place of a GPU, is for development; it is never '
+        "chosen by itself.",
         choices=(AUTO, "cuda", "host", "none"),
         auto=True,
     ),

@@ -292,10 +292,14 @@ class NotingRunner:
 
     def choose(self, step: StepInput, kv: KvView) -> ChosenTokens:
         """As of `TokenRunner`. InternalError for a step that is void."""
+        chosen = sample_logits(self._executor, self.logits(step, kv), step.sampling)
+        self._finished_count += 1
+        return chosen
+
+    def logits(self, step: StepInput, kv: KvView) -> torch.Tensor:
+        """Of a step that was computed and noted: fp32 [S', vocab] on the host. As of `choose`."""
         there = self._program.forward(step, kv)
         self._queued()
         logits = there.cpu()
         self._cache.note_step()
-        chosen = sample_logits(self._executor, logits, step.sampling)
-        self._finished_count += 1
-        return chosen
+        return logits

@@ -123,6 +123,11 @@ def test_the_engine_decides_where_an_nvidia_driver_is_loaded() -> None:
     resolved = decided(nvidia_driver="580.65.06")
     assert (resolved.engine.device, resolved.engine.backend) == (AUTO, AUTO)
     assert "580.65.06" in reason(resolved, "engine.device")
+    assert "the engine takes a GPU that" in reason(resolved, "engine.device")
+    assert reason(resolved, "engine.attention") == "FlashInfer where it works"
+    assert reason(decided(), "engine.attention").startswith("not used")
+    asked = decided({"engine.attention": "triton"}, nvidia_driver="580")
+    assert asked.engine.attention == "triton"
     assert decided({"engine.backend": "hybrid"}, nvidia_driver="580").engine.device == AUTO
     assert decided({"engine.backend": "cpu"}, nvidia_driver="580").engine.device == "none"
 
