@@ -88,10 +88,18 @@ def build_engine(
     cpus: tuple[int, ...],
     memory: HostMemory,
     gpus: GpuPresence = NO_GPUS,
+    progress: Callable[[], None] = lambda: None,
 ) -> BuiltEngine:
     """The EngineBuilder of every device."""
     return build_engine_on(
-        _gpu_platform, directory, region_address, settings, cpus, memory, gpus=gpus
+        _gpu_platform,
+        directory,
+        region_address,
+        settings,
+        cpus,
+        memory,
+        gpus=gpus,
+        progress=progress,
     )
 
 
@@ -104,10 +112,11 @@ def build_engine_on(
     memory: HostMemory,
     *,
     gpus: GpuPresence,
+    progress: Callable[[], None] = lambda: None,
 ) -> BuiltEngine:
     """new_platform: the GPU; called where `settings` and `gpus` ask for one alone."""
     torch.set_num_threads(1)  # the executor's threads do the work; torch's would fight them
-    builder = _Builder(directory, region_address, settings, Executor(cpus), memory)
+    builder = _Builder(directory, region_address, settings, Executor(cpus), memory, progress)
     if settings.backend == "cpu" or choose_device(settings, gpus) is not Device.CUDA:
         return builder.build()
     if needs_gpu(settings):
@@ -147,12 +156,14 @@ class _Builder:
         settings: EngineSettings,
         executor: Executor,
         memory: HostMemory,
+        progress: Callable[[], None],
     ) -> None:
         self._index = directory.index
         self._region_address = region_address
         self._settings = settings
         self._executor = executor
         self._memory = memory
+        self._progress = progress
         self._facts = read_model_facts(directory)
         self._step_program = build_program(directory.model_config())
         self._step_tokens, self._notes = _step_tokens(settings)
@@ -199,6 +210,7 @@ class _Builder:
                 kv_shape=self._kv_shape,
                 step_tokens=self._step_tokens,
                 sweep_tokens=sweep_tokens,
+                progress=self._progress,
             ),
             platform,
         )

@@ -101,7 +101,9 @@ def build_cuda(inputs: CudaInputs, platform: CudaPlatform) -> CudaEngine | Backe
                 overrides=overrides,
             )
             parts = _Parts(inputs, platform, slots, undo, decision, choices)
+            inputs.progress()
             made = parts.engine(choice, kernels)
+            inputs.progress()
             prove(inputs, _proven(made, platform.name))
             return made
     except BaseException as error:

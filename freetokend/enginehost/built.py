@@ -76,8 +76,8 @@ class BuiltEngine:
 class EngineBuilder(Protocol):
     """Builds an engine over a filled pool.
 
-    `memory` is what is left with the pool in place; `gpus`: what can be seen of them. Raises
-    ModelDataError, ConfigError and ResourceError.
+    `memory` is what is left with the pool in place; `gpus`: what can be seen of them;
+    `progress`: called after each part. Raises ModelDataError, ConfigError and ResourceError.
     """
 
     def __call__(
@@ -88,4 +88,5 @@ class EngineBuilder(Protocol):
         cpus: tuple[int, ...],
         memory: HostMemory,
         gpus: GpuPresence = NO_GPUS,
+        progress: Callable[[], None] = lambda: None,
     ) -> BuiltEngine: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,7 +34,7 @@ _PARTS_COUNT: Final = 128
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaInputs:
     """What an engine on a GPU is built from. step_tokens, sweep_tokens: the most of one step, and
-    of one sweep."""
+    of one sweep; progress: called after each part, since who does nothing for long is replaced."""
 
     index: FtwIndex
     region_address: int
@@ -44,6 +45,7 @@ class CudaInputs:
     kv_shape: KvShape
     step_tokens: int
     sweep_tokens: int
+    progress: Callable[[], None] = lambda: None
 
     @property
     def mapped(self) -> MappedBank:

@@ -46,6 +46,7 @@ class DeviceSlots:
         # Before the slots, of which there can be fewer.
         self.attention = _taken("keys and values", self._new_kv)
         self.dense = _taken("the dense weights", self._new_dense)
+        inputs.progress()
         self.pool = SlotPool(
             arena,
             platform.copier,
@@ -72,6 +73,7 @@ class DeviceSlots:
         self.transfers = platform.new_transfers()
         undo.callback(self.transfers.close)
         self.note = self._take_slots()
+        inputs.progress()
         self.costs: StepCosts | None = None
         if inputs.settings.backend != AUTO:
             self._decide()  # what has no room is refused before the pool is pinned
@@ -80,7 +82,9 @@ class DeviceSlots:
             inputs.mapped, self.pool, platform, self.ops, layers_count=sum(self.pinned())
         )
         self._profile.check_fills()
+        inputs.progress()
         self.measured = self._profile.measured(inputs.executor, self.transfers)
+        inputs.progress()
         self.costs = self._costs()
 
     def decide(self) -> BackendDecision:
@@ -145,7 +149,7 @@ class DeviceSlots:
     def _pin(self, *, everything: bool) -> None:
         """All of the pool, or the first layer, without which nothing can be measured."""
         while (everything or not any(self.pinned())) and self.registration.step():
-            pass
+            self._inputs.progress()
 
     def _costs(self) -> StepCosts | None:
         if self.measured is None:

@@ -221,6 +221,7 @@ class _Host:
             cpus.cpus,
             read_host_memory(self._files),
             gpus,
+            client.progress,
         )
         backend = built.backend or backend
         if backend is None:

@@ -128,8 +128,10 @@ class _Proof:
             tapped = tap.take()
         finally:
             tap.stop()
+        self._inputs.progress()
         self._routing.given(what, tapped)
         theirs = self._program.forward(*self._step(self._kv_here, self._pages_here, first, count))
+        self._inputs.progress()
         error = relative_error(ours, theirs)
         if not error <= self._most_error:
             raise unlike(

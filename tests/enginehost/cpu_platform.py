@@ -144,6 +144,7 @@ def engine_on(
     *,
     late: bool = False,
     gpus: GpuPresence = ONE_GPU,
+    progress: Callable[[], None] = lambda: None,
     **settings: int | str,
 ) -> Iterator[BuiltEngine]:
     """An engine as on a GPU, over a pool of its own. platform: or what makes it. late: what is
@@ -160,6 +161,7 @@ def engine_on(
                 cpus,
                 PLENTY,
                 gpus=gpus,
+                progress=progress,
             )
             try:
                 while not late and built.pinning is not None and built.pinning.pin():

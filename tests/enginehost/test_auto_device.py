@@ -171,8 +171,10 @@ def test_it_is_used_when_it_has_proven_itself(
 
     monkeypatch.setattr(proof, "relative_error", error)
     monkeypatch.setattr("freetokend.enginehost.build_cuda.sweep_from", lambda *_, **__: 8)
-    platform = CpuPlatform()
-    with auto(platform, deep, slots_count=20) as built:
+    platform, advanced = CpuPlatform(), []
+    asked = {**SIZES, "device": "auto", "slots_count": 20}
+    with engine_on(platform, deep, progress=lambda: advanced.append(1), **asked) as built:
+        assert len(advanced) >= 2 * len(compared)
         assert (built.device, choice_of(built).backend) == ("cuda", "hybrid")
         assert choice_of(built).notes == ()
         assert compared == ["36", "1", "1", "36"]  # a prompt, two steps, a sweep
