@@ -78,8 +78,12 @@ def test_whole_steps_by_the_interpreted_kernels_of_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout)
-    assert len(rows) == 5
-    assert all(row["passed"] for row in rows), rows
+    left_out = [row for row in rows if row["missing"]]
+    assert [(row["check"], row["missing"]) for row in left_out] == [
+        ("a resize stalls less than a step", GPU)
+    ]
+    assert len(rows) - len(left_out) == 5
+    assert all(row["passed"] for row in rows if row not in left_out), rows
 
 
 @pytest.fixture
