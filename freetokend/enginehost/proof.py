@@ -42,13 +42,12 @@ from freetokend.tensor.protocols import KvView, StepInput
 # a model of two layers to.
 LOGITS_ERROR: Final = 5e-3
 # For each layer of a deeper one. Both devices round activations to bf16 (2^-9) at the same places,
-# of sums in another order; where one rounds up and the other down, all layers behind it differ. Up
-# to 2.2e-2 were found with 48 layers of random weights, 3.7e-2 with 96; what computes something
-# else is off by a multiple of it.
+# of sums in another order; where one rounds up and the other down, all layers behind it differ.
+# What computes something else is off by a multiple of it.
 LAYER_ERROR: Final = 1.5e-3
 # How much worse than the last of the CPU's own an expert may be that the GPU chose, in standard
-# deviations of the token's router logits, over the bound of the logits. 0.05 and 0.18 were found
-# with the layers above.
+# deviations of the token's router logits, over the bound of the logits: this is of the worst token
+# of any layer, that one of a whole step.
 TIE_RATIO: Final = 5.0
 # More rows than the kernels of decoding take, and than a page of keys and values has.
 PROMPT_TOKENS: Final = 36

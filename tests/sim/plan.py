@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
 from freetokend.core.units import GIB, MIB
 from freetokend.policy.controller import Hold, ProcessRule, Spec, Window
@@ -45,16 +46,14 @@ class Plan:
     requests: list[Request] = field(default_factory=list)
 
 
-class Stage:
+class Stage(Protocol):
     """What events act on: the machine gives it its meaning."""
 
     spec: Spec
 
-    def others_hold(self, name: str, size_bytes: int) -> None:
-        raise NotImplementedError
+    def others_hold(self, name: str, size_bytes: int) -> None: ...
 
-    def request(self, request: Request) -> None:
-        raise NotImplementedError
+    def request(self, request: Request) -> None: ...
 
 
 def draw(seed: int) -> Plan:

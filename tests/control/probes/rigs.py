@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class Clock:
         return self.now_s
 
 
-class GpuRig:
+class GpuRig(ABC):
     """Two GPUs (the first has everything) or what `plug` puts there."""
 
     probe: GpuProbe
@@ -30,24 +31,24 @@ class GpuRig:
     def __init__(self) -> None:
         self.clock = Clock()
 
-    def plug(self, *gpus: FakeGpu) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def plug(self, *gpus: FakeGpu) -> None: ...
 
+    @abstractmethod
     def change(self, **values: Any) -> None:
         """Of the first GPU."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fail(self) -> None:
         """Readings fail from now on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def heal(self) -> None:
         """And no longer; whatever wait there was is over."""
-        raise NotImplementedError
 
+    @abstractmethod
     def without_driver(self) -> GpuProbe:
         """A probe on a machine without NVIDIA's driver."""
-        raise NotImplementedError
 
 
 class NvmlRig(GpuRig):
