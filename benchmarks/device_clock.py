@@ -82,7 +82,7 @@ class DeviceClock:
     def device_s(self, load: LayerLoad) -> float:
         """Hits beside the fills, then what was filled."""
         slot_s = self.record_bytes / self.slot_bytes_per_s
-        return max(load.hits_count * slot_s, self._filled_at_s(load)) + load.fills_count * slot_s
+        return max(load.hits_count * slot_s, self.filled_s(load)) + load.fills_count * slot_s
 
     def cpu_s(self, load: LayerLoad) -> float:
         """The CPU's part, slower while the link moves bytes."""
@@ -92,7 +92,7 @@ class DeviceClock:
         left_bytes = self.record_bytes * slowdown
         now_s = self.cpu_fixed_s
         link_from_s = max(self.fill_fixed_s, now_s)
-        link_until_s = self._filled_at_s(load)
+        link_until_s = self.filled_s(load)
         if link_until_s > link_from_s:
             before_bytes = (link_from_s - now_s) * self.cpu_bytes_per_s
             if before_bytes >= left_bytes:
@@ -105,7 +105,8 @@ class DeviceClock:
             now_s = link_until_s
         return now_s + left_bytes / self.cpu_bytes_per_s
 
-    def _filled_at_s(self, load: LayerLoad) -> float:
+    def filled_s(self, load: LayerLoad) -> float:
+        """When all fills have arrived."""
         if not load.fills_count:
             return 0.0
         bytes_count = load.fills_count * self.record_bytes

@@ -214,10 +214,18 @@ def fill_table(
             "Measure the rates again (they are measured when the engine starts), or set "
             'engine.backend to "offload", which fills every miss, or to "cpu".'
         )
+    buckets = range(len(rates.cpu_slowdown_ratios))
     return tuple(
-        _fill_row(rates, slowdown_ratio, misses_capacity, later_ratio * _SAME_RATIO)
-        for slowdown_ratio in rates.cpu_slowdown_ratios
+        fill_row(rates, bucket, misses_capacity, later_ratio=later_ratio) for bucket in buckets
     )
+
+
+def fill_row(
+    rates: FillRates, bucket: int, misses_capacity: int, *, later_ratio: float = LATER_RATIO
+) -> tuple[int, ...]:
+    """One row of `fill_table`, of rates without a `problem`."""
+    slowdown_ratio = rates.cpu_slowdown_ratios[bucket]
+    return _fill_row(rates, slowdown_ratio, misses_capacity, later_ratio * _SAME_RATIO)
 
 
 def fill_all_table(misses_capacity: int) -> tuple[tuple[int, ...], ...]:

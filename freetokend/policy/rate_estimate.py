@@ -14,6 +14,7 @@ Steps of one size say nothing of the fixed cost: then it stays what it was.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -34,7 +35,8 @@ class EstimateLimits:
     A sample is left out beyond outlier_ratio times the mean distance from the line, or
     outlier_least_ratio of its expected time if that is more, always beyond outlier_most_ratio of
     it, or one that was let in would let in the next; change_count of them in a row are the
-    machine's new state.
+    machine's new state. Of what the line says of the fixed cost fixed_ratio is believed at once:
+    the calls of few steps are seldom of sizes so different that they tell it from noise.
     """
 
     forgetting_ratio: float = 0.9
@@ -42,6 +44,7 @@ class EstimateLimits:
     outlier_least_ratio: float = 0.1
     outlier_most_ratio: float = 0.3
     change_count: int = 4
+    fixed_ratio: float = 1.0
 
 
 _LIMITS: Final = EstimateLimits()
@@ -72,6 +75,27 @@ class BranchEstimate:
         return self.fixed_s + size_bytes / self.bytes_per_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSums:
+    """What the calls of one step add up to, x bytes in t seconds each; xx and xt: of the products.
+    Together they are one sample, in which differences between the calls are not lost."""
+
+    count: int = 0
+    sum_x: float = 0.0
+    sum_t: float = 0.0
+    sum_xx: float = 0.0
+    sum_xt: float = 0.0
+
+    def __add__(self, other: StepSums) -> StepSums:
+        return StepSums(
+            count=self.count + other.count,
+            sum_x=self.sum_x + other.sum_x,
+            sum_t=self.sum_t + other.sum_t,
+            sum_xx=self.sum_xx + other.sum_xx,
+            sum_xt=self.sum_xt + other.sum_xt,
+        )
+
+
 def with_sample(
     estimate: BranchEstimate,
     *,
@@ -82,7 +106,28 @@ def with_sample(
 ) -> BranchEstimate:
     """The estimate after a step in which the branch read so many bytes in so long. What cannot be
     (no bytes, no time, not a number) changes nothing."""
+    sums = StepSums(
+        count=1,
+        sum_x=size_bytes,
+        sum_t=duration_s,
+        sum_xx=size_bytes * size_bytes,
+        sum_xt=size_bytes * duration_s,
+    )
+    return with_sums(estimate, sums, now_s=now_s, limits=limits)
+
+
+def with_sums(
+    estimate: BranchEstimate, sums: StepSums, *, now_s: float, limits: EstimateLimits = _LIMITS
+) -> BranchEstimate:
+    """The estimate after a step of several calls, which weighs what one of a single call does. As
+    of `with_sample`."""
+    if sums.count < 1:
+        return estimate
+    size_bytes, duration_s = sums.sum_x / sums.count, sums.sum_t / sums.count
     if not (1 <= size_bytes <= _MOST_BYTES and 0 < duration_s <= _MOST_S):
+        return estimate
+    mean_xx, mean_xt = sums.sum_xx / sums.count, sums.sum_xt / sums.count
+    if not (0 < mean_xx < math.inf and 0 < mean_xt < math.inf):
         return estimate
     expected_s = estimate.expected_s(size_bytes)
     off_s = abs(duration_s - expected_s)
@@ -108,20 +153,20 @@ def with_sample(
         weight=weight,
         sum_x=estimate.sum_x * keep + size_bytes,
         sum_t=estimate.sum_t * keep + duration_s,
-        sum_xx=estimate.sum_xx * keep + size_bytes * size_bytes,
-        sum_xt=estimate.sum_xt * keep + size_bytes * duration_s,
+        sum_xx=estimate.sum_xx * keep + mean_xx,
+        sum_xt=estimate.sum_xt * keep + mean_xt,
         distance_s=(estimate.distance_s * (weight - 1.0) + off_s) / weight,
         taken_s=now_s,
         outliers_count=0,
     )
-    return _fitted(summed)
+    return _fitted(summed, limits)
 
 
 def _most_weight(limits: EstimateLimits) -> float:
     return 1.0 / max(1.0 - limits.forgetting_ratio, 1e-9)
 
 
-def _fitted(estimate: BranchEstimate) -> BranchEstimate:
+def _fitted(estimate: BranchEstimate, limits: EstimateLimits) -> BranchEstimate:
     """The line through the sums: no fixed cost below nought, no rate that is none."""
     mean_x = estimate.sum_x / estimate.weight
     mean_t = estimate.sum_t / estimate.weight
@@ -130,7 +175,7 @@ def _fitted(estimate: BranchEstimate) -> BranchEstimate:
     fixed_s = min(estimate.fixed_s, mean_t)
     if spread > _LEAST_SPREAD_RATIO * mean_xx:
         slope = (estimate.sum_xt / estimate.weight - mean_x * mean_t) / spread
-        fixed_s = min(max(mean_t - slope * mean_x, 0.0), mean_t)
+        fixed_s += limits.fixed_ratio * (min(max(mean_t - slope * mean_x, 0.0), mean_t) - fixed_s)
     # With the fixed cost held, the slope of least squares; for the free one it is the same line.
     per_byte_s = (estimate.sum_xt - fixed_s * estimate.sum_x) / estimate.sum_xx
     if per_byte_s * _MOST_BYTES_PER_S < 1.0:
