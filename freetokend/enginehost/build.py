@@ -32,6 +32,7 @@ from freetokend.enginehost.build_cache import (
     CachedExperts,
     CacheInputs,
     build_cache,
+    device_facts,
     kv_plan_of,
     plan_host_device,
 )
@@ -39,6 +40,8 @@ from freetokend.enginehost.build_cuda import build_cuda
 from freetokend.enginehost.built import BuiltEngine
 from freetokend.enginehost.cuda_budget import CudaInputs, sweep_bytes
 from freetokend.enginehost.cuda_platform import CudaPlatform
+from freetokend.enginehost.kv_control import KvControl
+from freetokend.enginehost.kv_plan import context_limit, kv_capacity, kv_notes, plan_kv
 from freetokend.enginehost.trace_control import RoutingTaps
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.cpu import bank_experts
@@ -53,8 +56,8 @@ from freetokend.models.registry import build_program
 from freetokend.native.executor import Executor, Numerics
 from freetokend.native.program import NativeDispatch
 from freetokend.native.routing_tap import RoutingTap
-from freetokend.policy.kv_sizing import KvDemand, KvPlan, KvShape, size_kv
-from freetokend.policy.memory import DEFAULT_HEADROOM_BYTES, StepShape, step_workspace_bytes
+from freetokend.policy.kv_sizing import KvPlan, KvShape
+from freetokend.policy.memory import StepShape, step_workspace_bytes
 from freetokend.scheduler.limits import SchedulerLimits
 from freetokend.scheduler.scheduler import Scheduler
 from freetokend.tensor.native_program import NativeProgram, buffer_row_bytes
@@ -252,7 +255,7 @@ class _Builder:
         """Every expert executed in the pool."""
         bank = self._index.expert_bank
         experts = bank_experts(bank, self._region_address, numerics=self._numerics)
-        kv_plan = _plan_kv(
+        kv_plan = plan_kv(
             self._kv_shape,
             self._facts,
             self._settings,
@@ -261,7 +264,7 @@ class _Builder:
         )
         tap = RoutingTap(experts)
         program = self._program(tap)
-        kv = self._kv(kv_plan)
+        kv = NativeKvStore(self._executor, KvArena(self._kv_shape, kv_plan.pages_count))
         return self._built(
             Engine(program, kv),
             kv_plan,
@@ -294,14 +297,19 @@ class _Builder:
         kv_plan = kv_plan_of(plan, self._kv_shape)
         tap, sweep_tap = RoutingTap(cache.decode), RoutingTap(cache.sweep)
         program, sweep_program = self._program(tap), self._program(sweep_tap)
+        # A device's memory is there or it is not.
+        capacity = kv_capacity(kv_plan, inputs.facts, settings, self._memory.mem_available_bytes)
+        arena = KvArena(
+            self._kv_shape, kv_plan.pages_count, capacity_count=capacity, populated=True
+        )
         engine = SweepingEngine(
             program,
             sweep_program,
-            self._kv(kv_plan),
+            NativeKvStore(self._executor, arena),
             cache,
             sweep_from_tokens=made.sweep_from_tokens,
         )
-        return self._built(
+        built = self._built(
             engine,
             kv_plan,
             executions=lambda: cache.executions_count,
@@ -310,6 +318,18 @@ class _Builder:
             taps=RoutingTaps(steps=tap, sweeps=sweep_tap),
             sweeps=SweepLimits(from_tokens=made.sweep_from_tokens, tokens=sweep_tokens),
             cache=made,
+        )
+        return replace(
+            built,
+            kv=KvControl(
+                arena,
+                built.allocator,
+                built.scheduler,
+                shape=self._kv_shape,
+                capacity_count=capacity,
+                context_limit_tokens=context_limit(inputs.facts, settings),
+            ),
+            memory=device_facts(inputs, self._kv_shape, settings.device_bytes),
         )
 
     def _program(self, experts: NativeDispatch) -> NativeProgram:
@@ -320,9 +340,6 @@ class _Builder:
             experts,
             numerics=self._numerics,
         )
-
-    def _kv(self, plan: KvPlan) -> NativeKvStore:
-        return NativeKvStore(self._executor, KvArena(self._kv_shape, plan.pages_count))
 
     def _workspace_bytes(self, tokens_count: int) -> int:
         shape = step_shape(
@@ -381,7 +398,7 @@ class _Builder:
             threads_count=self._executor.threads_count,
             expert_executions=executions,
             finished_ops=finished_ops,
-            notes=(*self._notes, *_kv_notes(kv_plan, facts)),
+            notes=(*self._notes, *kv_notes(kv_plan, facts)),
             taps=taps,
             backend=backend,
             cache=None if cache is None else cache.cache,
@@ -459,37 +476,4 @@ def step_shape(
         experts_per_token_count=facts.experts_per_token_count,
         expert_size=facts.expert_size,
         vocab_size=facts.vocab_size,
-    )
-
-
-def _kv_notes(plan: KvPlan, facts: ModelFacts) -> tuple[str, ...]:
-    """Less KV memory than asked, or a context shorter than the model's, is something to be told."""
-    notes = [plan.note] if plan.note else []
-    if plan.servable_context_tokens < facts.max_context_tokens:
-        notes.append(
-            f"One request can have {plan.servable_context_tokens} of the model's "
-            f"{facts.max_context_tokens} tokens: {plan.split}."
-        )
-    return tuple(notes)
-
-
-def _plan_kv(
-    shape: KvShape,
-    facts: ModelFacts,
-    settings: EngineSettings,
-    workspace_bytes: int,
-    memory: HostMemory,
-) -> KvPlan:
-    limit_bytes = memory.mem_available_bytes
-    if memory.cgroup_available_bytes is not None:
-        limit_bytes = min(limit_bytes, memory.cgroup_available_bytes)
-    return size_kv(
-        shape,
-        KvDemand(
-            model_context_tokens=facts.max_context_tokens,
-            max_running_count=settings.max_running_count,
-            available_bytes=limit_bytes - workspace_bytes - DEFAULT_HEADROOM_BYTES,
-            kv_bytes=settings.kv_bytes or None,
-            max_context_tokens=settings.max_context_tokens or None,
-        ),
     )

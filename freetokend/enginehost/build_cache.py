@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -96,7 +97,7 @@ def plan_host_device(
             reason=Reason.HOST_MEMORY,
         )
     try:
-        return plan_vram(_device_facts(inputs, shape, device_bytes), _wishes(settings))
+        return plan_vram(device_facts(inputs, shape, device_bytes), _wishes(settings))
     except ResourceError as error:
         if not settings.device_bytes:
             raise
@@ -107,7 +108,8 @@ def plan_host_device(
         ) from error
 
 
-def _device_facts(inputs: CacheInputs, shape: KvShape, device_bytes: int) -> VramFacts:
+def device_facts(inputs: CacheInputs, shape: KvShape, device_bytes: int) -> VramFacts:
+    """What the memory that stands for a GPU's is divided by; device_bytes: how much there is."""
     bank, facts = inputs.bank, inputs.facts
     return VramFacts(
         free_bytes=device_bytes,
@@ -126,6 +128,8 @@ def _device_facts(inputs: CacheInputs, shape: KvShape, device_bytes: int) -> Vra
         max_running_count=inputs.settings.max_running_count,
         on_host=True,
         cushion_bytes=0,
+        # Keys and values of each layer are a range of their own.
+        kv_granularity_bytes=2 * shape.layers_count * mmap.PAGESIZE,
     )
 
 
@@ -258,7 +262,7 @@ def _auto_device_bytes(inputs: CacheInputs, shape: KvShape) -> int:
     kv_bytes = settings.kv_bytes or pages_for(tokens, shape.page_tokens) * shape.page_bytes
     # Each of both may take a part of a granule more.
     share_bytes = slots * bank.record_bytes + kv_bytes + 2 * DEFAULT_GRANULARITY_BYTES
-    return max(share_bytes, least_bytes(_device_facts(inputs, shape, 0), _wishes(settings)))
+    return max(share_bytes, least_bytes(device_facts(inputs, shape, 0), _wishes(settings)))
 
 
 def _costs(inputs: CacheInputs, measured: HostRates) -> StepCosts:

@@ -11,12 +11,14 @@ from freetokend.core.model_config import ModelFacts
 from freetokend.engine.work import StepEngine
 from freetokend.enginehost.backend import NO_GPUS, BackendChoice, GpuPresence
 from freetokend.enginehost.cache_control import CacheControl
+from freetokend.enginehost.kv_control import KvControl
 from freetokend.enginehost.trace_control import RoutingTaps
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.kvcache.allocator import PageAllocator
 from freetokend.link.messages import CacheDescription, EngineSettings
 from freetokend.native.executor import Numerics
 from freetokend.policy.kv_sizing import KvPlan
+from freetokend.policy.vram_budget import VramFacts
 from freetokend.scheduler.scheduler import Scheduler
 
 
@@ -50,6 +52,8 @@ class BuiltEngine:
     slots; `device_name`: empty for the CPU's own.
     `taps`: where the choice of experts is seen; None where it is not. `pinning`: of a GPU; None
     without one.
+    `kv`: None where KV pages are not resized. `memory`: what the device's memory is divided by;
+    None when nothing is on a device.
     """
 
     engine: StepEngine
@@ -71,6 +75,9 @@ class BuiltEngine:
     device_name: str = ""
     taps: RoutingTaps | None = None
     pinning: LatePinning | None = None
+    kv: KvControl | None = None
+    memory: VramFacts | None = None
+    device_uuid: str = ""
 
 
 class EngineBuilder(Protocol):

@@ -6,13 +6,15 @@ Whatever goes wrong in one becomes its answer: a cache that cannot be resized st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final, Protocol, assert_never
 
-from freetokend.core.cache_stats import CacheCounters
 from freetokend.core.errors import FreetokenError, Reason
 from freetokend.core.logs import EventLogger
+from freetokend.enginehost.resizing import Kv, Sizes, Slots, resize, sizes_of
+from freetokend.enginehost.resizing import answer as answered
 from freetokend.link.messages import (
     CacheAnswer,
     CacheCommand,
@@ -20,31 +22,16 @@ from freetokend.link.messages import (
     CacheVerified,
     ResizeCache,
     ResizeOutcome,
+    SizeCommand,
+    SleepEngine,
     SlotDifference,
     VerifyCache,
+    WakeEngine,
 )
 
-
-class ResizeReport(Protocol):
-    """The truth after a resize. `outcome` is "done", "unchanged" or "deferred"."""
-
-    @property
-    def outcome(self) -> str: ...
-
-    @property
-    def slots_count(self) -> int: ...
-
-    @property
-    def committed_bytes(self) -> int: ...
-
-    @property
-    def moved_count(self) -> int: ...
-
-    @property
-    def dropped_count(self) -> int: ...
-
-    @property
-    def note(self) -> str: ...
+_NAMES: Final[Mapping[type, str]] = MappingProxyType(
+    {ResizeCache: "resize", SleepEngine: "sleep", WakeEngine: "wake"}
+)
 
 
 class Difference(Protocol):
@@ -73,19 +60,11 @@ class ComparisonReport(Protocol):
     def differences(self) -> Sequence[Difference]: ...
 
 
-class CacheControl(Protocol):
+class CacheControl(Slots, Protocol):
     """The expert cache as control steers it. All but `counters` are called between steps."""
-
-    def resize(self, slots_count: int) -> ResizeReport:
-        """Have exactly so many slots. Raises FreetokenError: refused, or no memory."""
-        ...
 
     def verify(self, progress: Callable[[], None]) -> ComparisonReport:
         """Compare every resident slot with the pool's record; progress: called after each."""
-        ...
-
-    def counters(self) -> CacheCounters:
-        """State and statistics; from any thread."""
         ...
 
     def close(self) -> None:
@@ -99,11 +78,28 @@ class _Fault:
     message: str
 
 
+class Sleeper(Protocol):
+    """Gives all memory of the device back and takes it again; called between steps."""
+
+    def why_not(self) -> str:
+        """Why the engine cannot sleep now, as a sentence; empty when it can."""
+        ...
+
+    def release(self) -> None:
+        """Give it back."""
+        ...
+
+    def acquire(self, slots_count: int, kv_pages_count: int) -> None:
+        """Take it, and compute a token. Raises FreetokenError when one of it fails; then nothing
+        is held."""
+        ...
+
+
 class CacheCommands:
     """The commands that wait for the next safe point, and what was done so far.
 
-    Of several resizes that wait only the newest is done. A generation that was done is answered
-    again without doing it again; one that was deferred or failed may be tried again.
+    Of several with a generation that wait only the newest is done. A generation that was done is
+    answered again without doing it again; one that was deferred or failed may be tried again.
     """
 
     def __init__(
@@ -115,80 +111,139 @@ class CacheCommands:
         progress: Callable[[], None] = lambda: None,
         experts_per_layer_count: int = 1,
         backend: str = "cpu",
+        kv: Kv | None = None,
+        sleeper: Sleeper | None = None,
     ) -> None:
         """`cache` None: every command is refused, because `backend` has none. progress: what a
-        command that takes long calls again and again, so that nobody takes it for a hang."""
+        command that takes long calls again and again, so that nobody takes it for a hang. kv,
+        sleeper: None where KV pages are not resized, and where nothing can be given back."""
         self._cache = cache
+        self._kv = kv
+        self._sleeper = sleeper
         self._experts_per_layer_count = experts_per_layer_count
         self._backend = backend
         self._send = send
         self._log = log
         self._progress = progress
-        self._waiting: list[CacheCommand] = []
+        self._waiting: list[tuple[CacheCommand, float]] = []
         self._newest_generation = 0
         self._done: CacheResized | None = None
+        self._asleep = False
+
+    @property
+    def newest_generation(self) -> int:
+        """Of all commands that came; from any thread."""
+        return self._newest_generation
+
+    @property
+    def is_asleep(self) -> bool:
+        """While it is, no step can be computed; from any thread."""
+        return self._asleep
 
     def take(self, command: CacheCommand) -> None:
         """Keep it for the next safe point."""
-        if isinstance(command, ResizeCache):
+        if not isinstance(command, VerifyCache):
             self._newest_generation = max(self._newest_generation, command.generation)
-        self._waiting.append(command)
+        self._waiting.append((command, time.monotonic()))
 
     def run(self) -> None:
         """Do and answer what waits; called where no step is under way."""
         waiting, self._waiting = self._waiting, []
-        for command in waiting:
-            answer = (
-                self._resized(command)
-                if isinstance(command, ResizeCache)
-                else self._verified(command)
-            )
+        for command, came_s in waiting:
+            answer: CacheAnswer
+            if isinstance(command, VerifyCache):
+                answer = self._verified(command)
+            else:
+                answer = self._sized(command, time.monotonic() - came_s)
             self._send(answer)
 
-    def _resized(self, command: ResizeCache) -> CacheResized:
+    def _sized(self, command: SizeCommand, waited_s: float) -> CacheResized:
         done = self._done
         if done is not None and done.generation == command.generation:
             return done
+        before = sizes_of(self._cache, self._kv)
         if command.generation < self._newest_generation:
-            return self._unfinished(command, ResizeOutcome.SUPERSEDED)
+            return answered(command.generation, ResizeOutcome.SUPERSEDED, before, before)
         started_s = time.monotonic()
         try:
-            report = self._present().resize(command.slots_count)
-        except Exception as error:  # a cache that keeps its size still serves
-            fault = self._fault(error, "resize")
-            return self._unfinished(command, ResizeOutcome.FAILED, fault=fault)
-        answer = CacheResized(
-            generation=command.generation,
-            outcome=ResizeOutcome(str(report.outcome)),
-            slots_count=report.slots_count,
-            committed_bytes=report.committed_bytes,
-            moved_count=report.moved_count,
-            dropped_count=report.dropped_count,
-            duration_s=time.monotonic() - started_s,
-            note=report.note,
-        )
-        if answer.outcome is not ResizeOutcome.DEFERRED:
+            answer = self._carried_out(command, before)
+        except Exception as error:  # an engine that keeps its memory still serves
+            fault = self._fault(error, _NAMES[type(command)])
+            answer = answered(
+                command.generation,
+                ResizeOutcome.FAILED,
+                before,
+                sizes_of(self._cache, self._kv),
+                error_reason=fault.reason,
+                error_message=fault.message,
+            )
+        answer = replace(answer, stall_s=time.monotonic() - started_s, safe_point_wait_s=waited_s)
+        if answer.outcome in (ResizeOutcome.DONE, ResizeOutcome.UNCHANGED):
             self._done = answer
-        self._log.info(
-            "cache-resized",
-            outcome=answer.outcome.value,
-            slots_count=answer.slots_count,
-            duration_s=round(answer.duration_s, 6),
-        )
+        if answer.outcome is not ResizeOutcome.FAILED:
+            self._tell(command, answer)
         return answer
 
-    def _unfinished(
-        self, command: ResizeCache, outcome: ResizeOutcome, fault: _Fault | None = None
-    ) -> CacheResized:
-        """Nothing was done: what holds all the same."""
-        now = None if self._cache is None else self._cache.counters()
-        return CacheResized(
-            generation=command.generation,
-            outcome=outcome,
-            slots_count=0 if now is None else now.slots_count,
-            committed_bytes=0 if now is None else now.committed_bytes,
-            error_reason=None if fault is None else fault.reason,
-            error_message="" if fault is None else fault.message,
+    def _carried_out(self, command: SizeCommand, before: Sizes) -> CacheResized:
+        cache = self._present()
+        match command:
+            case ResizeCache():
+                if self._asleep:
+                    raise FreetokenError(
+                        "the engine is asleep and has nothing to resize; wake it first",
+                        reason=Reason.DEVICE_UNUSABLE,
+                    )
+                return resize(
+                    cache,
+                    self._kv,
+                    generation=command.generation,
+                    slots_count=command.slots_count,
+                    kv_pages_count=command.kv_pages_count,
+                )
+            case SleepEngine():
+                outcome, note = self._fall_asleep()
+            case WakeEngine():
+                outcome, note = self._wake(command)
+            case _:
+                assert_never(command)
+        after = sizes_of(self._cache, self._kv)
+        return answered(command.generation, outcome, before, after, note=note)
+
+    def _fall_asleep(self) -> tuple[ResizeOutcome, str]:
+        if self._asleep:
+            return ResizeOutcome.UNCHANGED, ""
+        sleeper = self._sleepy()
+        note = sleeper.why_not()
+        if note:
+            return ResizeOutcome.DEFERRED, note
+        # Whatever goes wrong from here on: what is left of it does not serve until it was woken.
+        self._asleep = True
+        sleeper.release()
+        return ResizeOutcome.DONE, ""
+
+    def _wake(self, command: WakeEngine) -> tuple[ResizeOutcome, str]:
+        if not self._asleep:
+            return ResizeOutcome.UNCHANGED, ""
+        self._sleepy().acquire(command.slots_count, command.kv_pages_count)
+        self._asleep = False
+        return ResizeOutcome.DONE, ""
+
+    def _sleepy(self) -> Sleeper:
+        if self._sleeper is None:
+            raise FreetokenError(
+                f"this engine cannot sleep: backend {self._backend}", reason=Reason.DEVICE_UNUSABLE
+            )
+        return self._sleeper
+
+    def _tell(self, command: SizeCommand, answer: CacheResized) -> None:
+        self._log.info(
+            "cache-resized",
+            command=_NAMES[type(command)],
+            outcome=answer.outcome.value,
+            slots_count=answer.slots_count,
+            kv_pages_count=answer.kv_pages_count,
+            stall_s=round(answer.stall_s, 6),
+            cause=answer.note,
         )
 
     def _verified(self, command: VerifyCache) -> CacheVerified:

@@ -27,8 +27,10 @@ from freetokend.link.messages import (
     ResizeCache,
     SetLogLevel,
     Shutdown,
+    SleepEngine,
     StepReport,
     VerifyCache,
+    WakeEngine,
 )
 from freetokend.link.trace_messages import StartTrace, StopTrace
 from freetokend.policy.prefill_estimate import PrefillMeter
@@ -108,6 +110,15 @@ class StepLoop:
                 case Shutdown() if not self._scheduler.has_work:
                     self._report()
                     return 0
+                case Shutdown() if self._cache_commands.is_asleep:
+                    # Nobody will wake an engine that is to end.
+                    self._scheduler.abandon(Reason.DRAINING, "The service is stopping.")
+                    self._report()
+                    return 0
+                case _ if self._cache_commands.is_asleep:
+                    self._link.set_busy(False)
+                    if self._scheduler.has_updates:
+                        self._report()
                 case _:
                     if self._scheduler.has_work:
                         self._link.set_busy(True)
@@ -135,6 +146,11 @@ class StepLoop:
                 sweeps_count=counts.sweeps_count,
                 prefill_pending_tokens_count=counts.pending_prompt_tokens,
                 prefill_tokens_per_s=self._prefill.tokens_per_s,
+                servable_context_tokens=self._scheduler.servable_context_tokens,
+                longest_context_tokens=counts.longest_context_tokens,
+                waiting_prompt_tokens=counts.waiting_prompt_tokens,
+                asleep=self._cache_commands.is_asleep,
+                generation=self._cache_commands.newest_generation,
             )
         )
 
@@ -146,10 +162,11 @@ class StepLoop:
 
     def _take_messages(self) -> None:
         """All that has arrived; waits for one when there is nothing else to do."""
-        wait = not self._scheduler.has_work and self._ending is None
-        self._has_more_beside = self._has_more_beside and self._beside()
+        asleep = self._cache_commands.is_asleep
+        wait = self._ending is None and (asleep or not self._scheduler.has_work)
+        self._has_more_beside = self._has_more_beside and (asleep or self._beside())
         while True:
-            message = self._inbox.take(wait=wait and not self._has_more_beside)
+            message = self._inbox.take(wait=wait and (asleep or not self._has_more_beside))
             if message is not None:
                 self._take(message)
                 # What the message led to (a refusal, a step) must not wait for the next message.
@@ -173,7 +190,7 @@ class StepLoop:
                 self._ending = message
             case SetLogLevel():
                 self._set_log_level(message.level)
-            case ResizeCache() | VerifyCache():
+            case ResizeCache() | SleepEngine() | WakeEngine() | VerifyCache():
                 self._cache_commands.take(message)
             case StartTrace() | StopTrace():
                 self._traces.take(message)

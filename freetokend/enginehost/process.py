@@ -40,6 +40,7 @@ from freetokend.enginehost.host_facts import CpuChoice, read_cpu_choice
 from freetokend.enginehost.inbox import Inbox, Incoming
 from freetokend.enginehost.loop import LoopCommands, StepLoop
 from freetokend.enginehost.probe import TokenProbe
+from freetokend.enginehost.sleeping import ElasticSleeper, fixed_bytes
 from freetokend.enginehost.trace_control import (
     TraceCommands,
     Traced,
@@ -285,6 +286,8 @@ class _Host:
                     progress=client.progress,
                     experts_per_layer_count=directory.index.expert_bank.experts_per_layer_count,
                     backend=backend,
+                    kv=built.kv,
+                    sleeper=_sleeper(built, probe),
                 ),
                 traces=TraceCommands(
                     _traced(directory, built),
@@ -344,7 +347,15 @@ class _Host:
             threads_reason=cpus.reason,
             notes=(*backend.notes, *attached.notes, *built.notes),
             cache=built.cache_description,
+            device_uuid=built.device_uuid,
+            memory=built.memory,
         )
+
+
+def _sleeper(built: BuiltEngine, probe: TokenProbe) -> ElasticSleeper | None:
+    if built.cache is None or built.kv is None:
+        return None
+    return ElasticSleeper(built.cache, built.kv, built.scheduler, probe.run)
 
 
 def _pinning(built: BuiltEngine, log: EventLogger) -> Callable[[], bool]:
@@ -386,6 +397,13 @@ def _with_gauges(stats: EngineStats, attached: AttachedPool, built: BuiltEngine)
         pool_bytes=attached.mapping.region_bytes,
         expert_executions_count=built.expert_executions(),
     )
+    if built.kv is not None:
+        kv = built.kv
+        stats = replace(
+            stats, kv_pages_capacity_count=kv.capacity_count, kv_bytes=kv.committed_bytes
+        )
+    if built.memory is not None and not stats.asleep:
+        stats = replace(stats, fixed_held_bytes=fixed_bytes(built.memory))
     if attached.mapping.pinning is not None:
         state = attached.mapping.pinning.state()
         stats = replace(

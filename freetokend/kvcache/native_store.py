@@ -22,7 +22,7 @@ class NativeKvStore:
                 (address_of(one.keys, torch.bfloat16), address_of(one.values, torch.bfloat16))
                 for one in arena.layers
             ],
-            pages_count=arena.pages_count,
+            pages_count=arena.capacity_count,
             kv_heads_count=arena.shape.kv_heads_count,
             page_tokens=arena.shape.page_tokens,
             head_size=arena.shape.head_size,
@@ -82,7 +82,7 @@ class NativeKvView(BatchView):
             page_tokens=shape.page_tokens,
             max_pages=max_pages,
             sequences_count=sequences_count,
-            pages_count=store.arena.pages_count,
+            pages_count=store.arena.capacity_count,
         )
         out = torch.empty((tokens, q_heads * head_size), dtype=torch.bfloat16)
         store.executor.paged_attention(
@@ -100,7 +100,7 @@ class NativeKvView(BatchView):
             page_tokens=shape.page_tokens,
             max_pages=max_pages,
             sequences_count=sequences_count,
-            pages_count=store.arena.pages_count,
+            pages_count=store.arena.capacity_count,
             scale=scale,
         )
         return out

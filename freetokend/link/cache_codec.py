@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Final, assert_never
 
 from freetokend.api.link.v1 import link_pb2 as pb
 from freetokend.core.cache_stats import CacheCounters, LayerCounters
@@ -13,11 +13,16 @@ from freetokend.link.messages import (
     CacheResized,
     CacheVerified,
     LayerRun,
+    ResizeCache,
     ResizeOutcome,
+    SizeCommand,
+    SleepEngine,
     SlotDifference,
+    WakeEngine,
 )
 from freetokend.link.protocol_errors import LinkProtocolError, decode_reason
 from freetokend.policy.backend_choice import LayerBranch
+from freetokend.policy.vram_budget import VramFacts
 
 _OUTCOMES: Final[Mapping[ResizeOutcome, pb.ResizeOutcome]] = MappingProxyType(
     {
@@ -30,6 +35,23 @@ _OUTCOMES: Final[Mapping[ResizeOutcome, pb.ResizeOutcome]] = MappingProxyType(
 )
 _OUTCOME_VALUES: Final[Mapping[int, ResizeOutcome]] = MappingProxyType(
     {number: outcome for outcome, number in _OUTCOMES.items()}
+)
+
+_MEMORY_FIELDS: Final = (
+    "dense_bytes",
+    "workspace_bytes",
+    "state_bytes",
+    "graph_bytes",
+    "record_bytes",
+    "experts_count",
+    "experts_per_layer_count",
+    "top_k",
+    "kv_page_bytes",
+    "kv_page_tokens",
+    "model_context_tokens",
+    "max_running_count",
+    "on_host",
+    "granularity_bytes",
 )
 
 
@@ -64,6 +86,24 @@ def _branch(text: str) -> LayerBranch:
         return LayerBranch(text)
     except ValueError:
         raise LinkProtocolError(f"the engine gave an unknown branch {text[:64]!r}") from None
+
+
+def encode_memory(memory: VramFacts) -> pb.MemoryShape:
+    """Part of `Ready`: what does not change while the engine runs."""
+    return pb.MemoryShape(
+        **{name: getattr(memory, name) for name in _MEMORY_FIELDS},
+        kv_granularity_bytes=memory.kv_granularity_bytes or 0,
+    )
+
+
+def decode_memory(memory: pb.MemoryShape) -> VramFacts:
+    """Part of `Ready`; what is free is not known to it."""
+    return VramFacts(
+        free_bytes=None,
+        own_bytes=0,
+        kv_granularity_bytes=memory.kv_granularity_bytes or None,
+        **{name: getattr(memory, name) for name in _MEMORY_FIELDS},
+    )
 
 
 def encode_cache_stats(counters: CacheCounters) -> pb.CacheStats:
@@ -120,8 +160,53 @@ def decode_cache_stats(stats: pb.CacheStats) -> CacheCounters:
     )
 
 
+def encode_size_command(command: SizeCommand) -> pb.ControlMessage:
+    """A command with a generation."""
+    match command:
+        case ResizeCache():
+            return pb.ControlMessage(
+                resize_cache=pb.ResizeCache(
+                    generation=command.generation,
+                    slots_count=command.slots_count,
+                    kv_pages_count=command.kv_pages_count,
+                    urgent=command.urgent,
+                )
+            )
+        case SleepEngine():
+            return pb.ControlMessage(sleep=pb.SleepEngine(generation=command.generation))
+        case WakeEngine():
+            return pb.ControlMessage(
+                wake=pb.WakeEngine(
+                    generation=command.generation,
+                    slots_count=command.slots_count,
+                    kv_pages_count=command.kv_pages_count,
+                )
+            )
+        case _:
+            assert_never(command)
+
+
+def decode_resize(resize: pb.ResizeCache) -> ResizeCache:
+    """See `encode_size_command`."""
+    return ResizeCache(
+        generation=resize.generation,
+        slots_count=resize.slots_count,
+        kv_pages_count=resize.kv_pages_count if resize.HasField("kv_pages_count") else None,
+        urgent=resize.urgent,
+    )
+
+
+def decode_wake(wake: pb.WakeEngine) -> WakeEngine:
+    """See `encode_size_command`."""
+    return WakeEngine(
+        generation=wake.generation,
+        slots_count=wake.slots_count,
+        kv_pages_count=wake.kv_pages_count,
+    )
+
+
 def encode_resized(answer: CacheResized) -> pb.CacheResized:
-    """The answer to a resize."""
+    """The answer to a command with a generation."""
     return pb.CacheResized(
         generation=answer.generation,
         outcome=_OUTCOMES[answer.outcome],
@@ -129,7 +214,14 @@ def encode_resized(answer: CacheResized) -> pb.CacheResized:
         committed_bytes=answer.committed_bytes,
         moved_count=answer.moved_count,
         dropped_count=answer.dropped_count,
-        duration_s=answer.duration_s,
+        duration_s=answer.stall_s,
+        slots_before_count=answer.slots_before_count,
+        committed_before_bytes=answer.committed_before_bytes,
+        kv_pages_count=answer.kv_pages_count,
+        kv_pages_before_count=answer.kv_pages_before_count,
+        kv_bytes=answer.kv_bytes,
+        kv_before_bytes=answer.kv_before_bytes,
+        safe_point_wait_s=answer.safe_point_wait_s,
         note=answer.note,
         error_reason="" if answer.error_reason is None else answer.error_reason.value,
         error_message=answer.error_message,
@@ -148,7 +240,14 @@ def decode_resized(answer: pb.CacheResized) -> CacheResized:
         committed_bytes=answer.committed_bytes,
         moved_count=answer.moved_count,
         dropped_count=answer.dropped_count,
-        duration_s=answer.duration_s,
+        stall_s=answer.duration_s,
+        slots_before_count=answer.slots_before_count,
+        committed_before_bytes=answer.committed_before_bytes,
+        kv_pages_count=answer.kv_pages_count,
+        kv_pages_before_count=answer.kv_pages_before_count,
+        kv_bytes=answer.kv_bytes,
+        kv_before_bytes=answer.kv_before_bytes,
+        safe_point_wait_s=answer.safe_point_wait_s,
         note=answer.note,
         error_reason=decode_reason(answer.error_reason) if answer.error_reason else None,
         error_message=answer.error_message,

@@ -14,11 +14,16 @@ from freetokend.api.link.v1 import link_pb2 as pb
 from freetokend.link.cache_codec import (
     decode_cache_description,
     decode_cache_stats,
+    decode_memory,
+    decode_resize,
     decode_resized,
     decode_verified,
+    decode_wake,
     encode_cache_description,
     encode_cache_stats,
+    encode_memory,
     encode_resized,
+    encode_size_command,
     encode_verified,
 )
 from freetokend.link.messages import (
@@ -29,7 +34,6 @@ from freetokend.link.messages import (
     EngineDescription,
     EngineMessage,
     EngineSettings,
-    EngineStats,
     Failure,
     FinishReason,
     GenerateRequest,
@@ -42,10 +46,13 @@ from freetokend.link.messages import (
     SequenceUpdate,
     SetLogLevel,
     Shutdown,
+    SleepEngine,
     StepReport,
     VerifyCache,
+    WakeEngine,
 )
 from freetokend.link.protocol_errors import LinkProtocolError, decode_reason
+from freetokend.link.stats_codec import decode_stats, encode_stats
 from freetokend.link.trace_codec import (
     decode_trace_ended,
     decode_trace_started,
@@ -112,7 +119,7 @@ def encode_engine_message(message: EngineMessage) -> pb.EngineMessage:
                 step_report=pb.StepReport(
                     step_index=message.step_index,
                     outputs=[_encode_update(update) for update in message.outputs],
-                    stats=_encode_stats(message.stats),
+                    stats=encode_stats(message.stats),
                 )
             )
         case Heartbeat():
@@ -120,7 +127,7 @@ def encode_engine_message(message: EngineMessage) -> pb.EngineMessage:
                 heartbeat=pb.Heartbeat(
                     progress_count=message.progress_count,
                     busy=message.busy,
-                    stats=_encode_stats(message.stats),
+                    stats=encode_stats(message.stats),
                     cache=None if message.cache is None else encode_cache_stats(message.cache),
                 )
             )
@@ -165,14 +172,14 @@ def decode_engine_message(message: pb.EngineMessage) -> EngineMessage:
             return StepReport(
                 step_index=report.step_index,
                 outputs=tuple(_decode_update(output) for output in report.outputs),
-                stats=_decode_stats(report.stats),
+                stats=decode_stats(report.stats),
             )
         case "heartbeat":
             beat = message.heartbeat
             return Heartbeat(
                 progress_count=beat.progress_count,
                 busy=beat.busy,
-                stats=_decode_stats(beat.stats),
+                stats=decode_stats(beat.stats),
                 cache=decode_cache_stats(beat.cache) if beat.HasField("cache") else None,
             )
         case "failure":
@@ -206,12 +213,8 @@ def encode_control_message(message: ControlMessage) -> pb.ControlMessage:
             return pb.ControlMessage(shutdown=pb.Shutdown(drain=message.drain))
         case SetLogLevel():
             return pb.ControlMessage(set_log_level=pb.SetLogLevel(level=message.level))
-        case ResizeCache():
-            return pb.ControlMessage(
-                resize_cache=pb.ResizeCache(
-                    generation=message.generation, slots_count=message.slots_count
-                )
-            )
+        case ResizeCache() | SleepEngine() | WakeEngine():
+            return encode_size_command(message)
         case VerifyCache():
             return pb.ControlMessage(verify_cache=pb.VerifyCache(request_id=message.request_id))
         case StartTrace():
@@ -236,8 +239,11 @@ def decode_control_message(message: pb.ControlMessage) -> ControlMessage:
         case "set_log_level":
             return SetLogLevel(level=message.set_log_level.level)
         case "resize_cache":
-            resize = message.resize_cache
-            return ResizeCache(generation=resize.generation, slots_count=resize.slots_count)
+            return decode_resize(message.resize_cache)
+        case "sleep":
+            return SleepEngine(generation=message.sleep.generation)
+        case "wake":
+            return decode_wake(message.wake)
         case "verify_cache":
             return VerifyCache(request_id=message.verify_cache.request_id)
         case "start_trace":
@@ -362,52 +368,6 @@ def _decode_update(output: pb.SequenceOutput) -> SequenceUpdate:
     )
 
 
-def _encode_stats(stats: EngineStats) -> pb.EngineStats:
-    return pb.EngineStats(
-        running_count=stats.running_count,
-        waiting_count=stats.waiting_count,
-        kv_pages_used_count=stats.kv_pages_used_count,
-        kv_pages_total_count=stats.kv_pages_total_count,
-        steps_count=stats.steps_count,
-        prefill_tokens_count=stats.prefill_tokens_count,
-        decode_tokens_count=stats.decode_tokens_count,
-        step_s=stats.step_s,
-        pool_pinned_bytes=stats.pool_pinned_bytes,
-        pool_bytes=stats.pool_bytes,
-        pin_s=stats.pin_s,
-        pin_done=stats.pin_done,
-        pin_note=stats.pin_note,
-        expert_executions_count=stats.expert_executions_count,
-        preemptions_count=stats.preemptions_count,
-        sweeps_count=stats.sweeps_count,
-        prefill_pending_tokens_count=stats.prefill_pending_tokens_count,
-        prefill_tokens_per_s=stats.prefill_tokens_per_s,
-    )
-
-
-def _decode_stats(stats: pb.EngineStats) -> EngineStats:
-    return EngineStats(
-        running_count=stats.running_count,
-        waiting_count=stats.waiting_count,
-        kv_pages_used_count=stats.kv_pages_used_count,
-        kv_pages_total_count=stats.kv_pages_total_count,
-        steps_count=stats.steps_count,
-        prefill_tokens_count=stats.prefill_tokens_count,
-        decode_tokens_count=stats.decode_tokens_count,
-        step_s=stats.step_s,
-        pool_pinned_bytes=stats.pool_pinned_bytes,
-        pool_bytes=stats.pool_bytes,
-        pin_s=stats.pin_s,
-        pin_done=stats.pin_done,
-        pin_note=stats.pin_note,
-        expert_executions_count=stats.expert_executions_count,
-        preemptions_count=stats.preemptions_count,
-        sweeps_count=stats.sweeps_count,
-        prefill_pending_tokens_count=stats.prefill_pending_tokens_count,
-        prefill_tokens_per_s=stats.prefill_tokens_per_s,
-    )
-
-
 def _encode_description(description: EngineDescription) -> pb.Ready:
     return pb.Ready(
         model=description.model,
@@ -438,6 +398,8 @@ def _encode_description(description: EngineDescription) -> pb.Ready:
         cpus=description.cpus,
         threads_reason=description.threads_reason,
         cache=None if description.cache is None else encode_cache_description(description.cache),
+        device_uuid=description.device_uuid,
+        memory=None if description.memory is None else encode_memory(description.memory),
     )
 
 
@@ -471,4 +433,6 @@ def _decode_description(ready: pb.Ready) -> EngineDescription:
         threads_reason=ready.threads_reason,
         notes=tuple(ready.notes),
         cache=decode_cache_description(ready.cache) if ready.HasField("cache") else None,
+        device_uuid=ready.device_uuid,
+        memory=decode_memory(ready.memory) if ready.HasField("memory") else None,
     )

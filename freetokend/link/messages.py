@@ -11,8 +11,9 @@ from freetokend.core.cache_stats import CacheCounters
 from freetokend.core.errors import Reason
 from freetokend.link.trace_messages import TraceCommand, TraceMessage
 from freetokend.policy.backend_choice import LayerBranch
+from freetokend.policy.vram_budget import VramFacts
 
-LINK_VERSION: Final = 3
+LINK_VERSION: Final = 4
 """Rises with every incompatible change of link.proto; both ends must say the same."""
 
 
@@ -127,6 +128,9 @@ class EngineDescription:
 
     `numerics` is what is really computed, "exact" or "fast"; formats are names of weight formats,
     `expert_format` "" without experts; `threads_reason` says why it is these `cpus`.
+
+    `device_uuid`: of the GPU that is used, or "". `memory`: what its memory is divided by, without
+    what changes (free, own, cushion); None when nothing is on a device.
     """
 
     model: str
@@ -157,11 +161,16 @@ class EngineDescription:
     threads_reason: str
     notes: tuple[str, ...] = ()
     cache: CacheDescription | None = None
+    device_uuid: str = ""
+    memory: VramFacts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters and gauges of the engine (proto `EngineStats`)."""
+    """Counters and gauges of the engine (proto `EngineStats`).
+
+    `kv_pages_capacity_count` 0: KV pages are not resized. `generation`: the highest that came.
+    """
 
     running_count: int = 0
     waiting_count: int = 0
@@ -181,6 +190,14 @@ class EngineStats:
     sweeps_count: int = 0
     prefill_pending_tokens_count: int = 0
     prefill_tokens_per_s: float = 0.0
+    kv_pages_capacity_count: int = 0
+    kv_bytes: int = 0
+    servable_context_tokens: int = 0
+    longest_context_tokens: int = 0
+    waiting_prompt_tokens: int = 0
+    asleep: bool = False
+    fixed_held_bytes: int = 0
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +295,7 @@ class SetLogLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeCache:
-    """Give the expert cache this many slots between two steps.
+    """Have this many slots and KV pages at the next safe point; `kv_pages_count` None: leave them.
 
     Idempotent: a command of a generation that was done is only answered again, one that is older
     than another the engine has seen is not done.
@@ -286,10 +303,28 @@ class ResizeCache:
 
     generation: int
     slots_count: int
+    kv_pages_count: int | None = None
+    urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SleepEngine:
+    """Give all memory of the device back and keep the pool. Idempotent as `ResizeCache`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeEngine:
+    """Take memory of the device again. Idempotent as `ResizeCache`."""
+
+    generation: int
+    slots_count: int
+    kv_pages_count: int
 
 
 class ResizeOutcome(StrEnum):
-    """What became of a resize."""
+    """What became of a resize, of falling asleep or of waking."""
 
     DONE = "done"
     UNCHANGED = "unchanged"
@@ -300,21 +335,34 @@ class ResizeOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheResized:
-    """The answer to `ResizeCache`. Sizes are those that hold now; `duration_s`: no step meanwhile.
+    """The answer to a `SizeCommand`. Sizes are those that hold now, and those before.
 
+    `stall_s`: no step was computed for so long; `safe_point_wait_s`: how long it waited for that.
     `note`: why it is deferred. `error_reason` is set with FAILED only.
     """
 
     generation: int
     outcome: ResizeOutcome
     slots_count: int = 0
+    slots_before_count: int = 0
     committed_bytes: int = 0
+    committed_before_bytes: int = 0
+    kv_pages_count: int = 0
+    kv_pages_before_count: int = 0
+    kv_bytes: int = 0
+    kv_before_bytes: int = 0
     moved_count: int = 0
     dropped_count: int = 0
-    duration_s: float = 0.0
+    stall_s: float = 0.0
+    safe_point_wait_s: float = 0.0
     note: str = ""
     error_reason: Reason | None = None
     error_message: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Why it was not done; empty when it was."""
+        return self.error_message or self.note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,8 +402,10 @@ class Disconnected:
     cause: str
 
 
-CacheCommand = ResizeCache | VerifyCache
-"""What control asks of the expert cache; each is answered exactly once."""
+SizeCommand = ResizeCache | SleepEngine | WakeEngine
+CacheCommand = SizeCommand | VerifyCache
+"""What control asks of the device's memory; each is answered exactly once. A `SizeCommand` has a
+generation and is answered by a `CacheResized`."""
 
 CacheAnswer = CacheResized | CacheVerified
 """The engine's answers to `CacheCommand`s."""

@@ -24,6 +24,7 @@ from freetokend.link.messages import (
     SequenceUpdate,
     SetLogLevel,
     Shutdown,
+    SizeCommand,
 )
 from freetokend.link.server import LinkServer
 from freetokend.link.session import EngineEnd, EngineLaunch, EngineSession
@@ -180,16 +181,42 @@ class EngineSupervisor:
             self._session.send(SetLogLevel(level=level))
 
     async def resize_cache(
-        self, slots_count: int, *, timeout_s: float = CACHE_ANSWER_TIMEOUT_S
+        self,
+        slots_count: int,
+        *,
+        kv_pages_count: int | None = None,
+        urgent: bool = False,
+        timeout_s: float = CACHE_ANSWER_TIMEOUT_S,
     ) -> CacheResized:
-        """Give the expert cache so many slots while requests run; what became of it.
+        """Have so many slots and KV pages (None: leave them) while requests run; what became of it.
 
         A DEFERRED one may be tried again; SUPERSEDED: another call came later and counts.
         Raises `UnavailableError` (no engine is ready, it ended or does not answer) and the
         engine's refusal as `FreetokenError` of its reason.
         """
         session = self._ready_session("there is no expert cache now")
-        return await self._cache_requests.resize(session.send, slots_count, timeout_s)
+        return await self._cache_requests.resize(
+            session.send,
+            slots_count,
+            timeout_s,
+            kv_pages_count=kv_pages_count,
+            urgent=urgent,
+        )
+
+    @property
+    def newest_generation(self) -> int:
+        """The highest of a command that was sent to any engine."""
+        return self._cache_requests.newest_generation
+
+    async def carry_out(
+        self, command: SizeCommand, *, timeout_s: float = CACHE_ANSWER_TIMEOUT_S
+    ) -> CacheResized:
+        """Send a command of the caller's generation, which may be sent again, and wait.
+
+        Whatever the engine answers is returned, FAILED too. Raises `UnavailableError`.
+        """
+        session = self._ready_session("it cannot be resized now")
+        return await self._cache_requests.carry_out(session.send, command, timeout_s)
 
     async def verify_cache(self, *, timeout_s: float = CACHE_ANSWER_TIMEOUT_S) -> CacheVerified:
         """Compare every resident slot with the pool. Raises as `resize_cache` does."""

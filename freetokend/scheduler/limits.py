@@ -49,7 +49,8 @@ class SchedulerLimits:
 class SchedulerCounts:
     """Gauges and counters, for EngineStats. `decode_tokens_count` counts every sampled token.
 
-    `pending_prompt_tokens`: of accepted requests, not computed yet. `sweeps_count`: those that
+    `pending_prompt_tokens`: of accepted requests, not computed yet; `waiting_prompt_tokens`: of
+    those that do not run. `longest_context_tokens`: of one that runs. `sweeps_count`: those that
     reached their end; they are no steps. `step_faults_count`: of both.
     """
 
@@ -64,6 +65,8 @@ class SchedulerCounts:
     step_faults_count: int
     sweeps_count: int
     pending_prompt_tokens: int
+    longest_context_tokens: int
+    waiting_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,23 @@ class Roster:
         waiting = sum(one.pending_count for one in self.waiting)
         return waiting + sum(one.pending_count for one in self.running if not one.is_decoding)
 
+    @property
+    def longest_context_tokens(self) -> int:
+        """Known tokens of the longest sequence that runs."""
+        return max((len(one.tokens) for one in self.running), default=0)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Known tokens of all that do not run."""
+        return sum(len(one.tokens) for one in self.waiting)
+
+    def promised_pages(self) -> int:
+        """What the largest of the accepted sequences may come to hold, alone if need be."""
+        most_tokens = max(
+            (one.prompt_count + one.max_new_tokens for one in self.by_id.values()), default=0
+        )
+        return pages_for(most_tokens, self._limits.page_tokens)
+
     def add(self, sequence: Sequence) -> None:
         """A new sequence, which is the youngest."""
         self.by_id[sequence.request_id] = sequence

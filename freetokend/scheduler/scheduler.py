@@ -63,6 +63,7 @@ class Scheduler:
     ) -> None:
         limits.check(allocator.pages_count)
         self._limits = limits
+        self._servable_context_tokens = limits.servable_context_tokens
         self._allocator = allocator
         self._fresh_seed = fresh_seed
         self._roster = Roster(limits, allocator)
@@ -134,6 +135,31 @@ class Scheduler:
         self._sweep_from_tokens = tokens
 
     @property
+    def servable_context_tokens(self) -> int:
+        """The most that one request can have; from any thread."""
+        return self._servable_context_tokens
+
+    def set_servable_context(self, tokens: int) -> None:
+        """The most that one request can have, from now on; what was accepted keeps its word."""
+        self._servable_context_tokens = tokens
+
+    def promised_pages(self) -> int:
+        """With fewer pages not everything that was accepted could be finished."""
+        return self._roster.promised_pages()
+
+    def refuse_larger(self, message: str) -> None:
+        """End the requests that can have more tokens than are servable now. None of them runs."""
+        most = self._servable_context_tokens
+        for sequence in list(self._roster.by_id.values()):
+            if sequence.prompt_count + sequence.max_new_tokens > most:
+                self._finish(
+                    sequence,
+                    FinishReason.ERROR,
+                    reason=Reason.ENGINE_UNAVAILABLE,
+                    message=message,
+                )
+
+    @property
     def has_work(self) -> bool:
         return bool(self._roster.by_id)
 
@@ -171,6 +197,8 @@ class Scheduler:
             step_faults_count=self._step_faults_count,
             sweeps_count=self._sweeps_count,
             pending_prompt_tokens=self._roster.pending_prompt_tokens,
+            longest_context_tokens=self._roster.longest_context_tokens,
+            waiting_prompt_tokens=self._roster.waiting_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -308,7 +336,7 @@ class Scheduler:
             len(request.prompt_token_ids),
             request.max_new_tokens,
             AdmissionState(
-                servable_context_tokens=self._limits.servable_context_tokens,
+                servable_context_tokens=self._servable_context_tokens,
                 waiting_count=max(len(self._roster.waiting) - free_places, 0),
                 max_waiting_count=self._limits.max_waiting_count,
                 draining=self._draining,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Final
+from typing import Final, assert_never
 
 from freetokend.core.cache_stats import CacheCounters, LayerCounters
 from freetokend.core.errors import Reason
@@ -12,11 +12,15 @@ from freetokend.link.messages import (
     CacheDescription,
     CacheResized,
     CacheVerified,
+    EngineStats,
     LayerRun,
     ResizeCache,
     ResizeOutcome,
+    SizeCommand,
+    SleepEngine,
     SlotDifference,
     VerifyCache,
+    WakeEngine,
 )
 from freetokend.policy.backend_choice import LayerBranch
 from freetokend.scripted.script import ScriptedCacheSetup
@@ -31,6 +35,8 @@ class ScriptedCache:
         self._setup = setup
         self._newest_generation = 0
         self._done: CacheResized | None = None
+        self._asleep = False
+        self._kv_pages_count = setup.kv_pages_count
         self._lock = threading.Lock()
         self._counters = CacheCounters(
             slots_count=setup.slots_count,
@@ -89,53 +95,128 @@ class ScriptedCache:
             cpu_count=layer.cpu_count + setup.cpu_count,
         )
 
-    def resize(self, command: ResizeCache) -> CacheResized:
+    @property
+    def is_asleep(self) -> bool:
+        """Nothing is computed while it is."""
+        return self._asleep
+
+    def stats(self, stats: EngineStats) -> EngineStats:
+        """With what is known here."""
+        return replace(
+            stats,
+            kv_pages_total_count=self._kv_pages_count,
+            kv_pages_used_count=min(self._setup.kv_used_count, self._kv_pages_count),
+            kv_pages_capacity_count=self._setup.kv_pages_capacity,
+            kv_bytes=self._kv_pages_count * self._setup.kv_page_bytes,
+            asleep=self._asleep,
+            generation=self._newest_generation,
+        )
+
+    def carry_out(self, command: SizeCommand) -> CacheResized:
         """As an engine answers it: a generation is done once, an older one not at all."""
         if self._done is not None and self._done.generation == command.generation:
             return self._done
         stale = command.generation < self._newest_generation
         self._newest_generation = max(self._newest_generation, command.generation)
-        problem = "" if stale else self._problem(command.slots_count)
-        if stale or problem:
-            now = self.counters()
-            return CacheResized(
-                generation=command.generation,
-                outcome=ResizeOutcome.SUPERSEDED if stale else ResizeOutcome.FAILED,
-                slots_count=now.slots_count,
-                committed_bytes=now.committed_bytes,
-                error_reason=Reason.INVALID_REQUEST if problem else None,
+        before = self._now(command.generation)
+        if stale:
+            return replace(before, outcome=ResizeOutcome.SUPERSEDED)
+        problem = self._problem(command)
+        if problem:
+            return replace(
+                before,
+                outcome=ResizeOutcome.FAILED,
+                error_reason=Reason.INVALID_REQUEST,
                 error_message=problem,
             )
-        self._done = self._resized(command)
-        return self._done
+        was_asleep = self._asleep
+        dropped_count, note = self._change(command)
+        after = self._now(command.generation)
+        changed = after != before or self._asleep != was_asleep
+        outcome = ResizeOutcome.DONE if changed else ResizeOutcome.UNCHANGED
+        answer = replace(
+            after,
+            outcome=ResizeOutcome.DEFERRED if note else outcome,
+            slots_before_count=before.slots_count,
+            committed_before_bytes=before.committed_bytes,
+            kv_pages_before_count=before.kv_pages_count,
+            kv_before_bytes=before.kv_bytes,
+            dropped_count=dropped_count,
+            note=note,
+        )
+        if not note:
+            self._done = answer
+        return answer
 
-    def _problem(self, slots_count: int) -> str:
+    def _now(self, generation: int) -> CacheResized:
+        """The sizes, as an answer that says nothing else yet."""
+        now = self.counters()
+        kv_bytes = self._kv_pages_count * self._setup.kv_page_bytes
+        return CacheResized(
+            generation=generation,
+            outcome=ResizeOutcome.DONE,
+            slots_count=now.slots_count,
+            slots_before_count=now.slots_count,
+            committed_bytes=now.committed_bytes,
+            committed_before_bytes=now.committed_bytes,
+            kv_pages_count=self._kv_pages_count,
+            kv_pages_before_count=self._kv_pages_count,
+            kv_bytes=kv_bytes,
+            kv_before_bytes=kv_bytes,
+        )
+
+    def _problem(self, command: SizeCommand) -> str:
+        if isinstance(command, SleepEngine):
+            return ""
         if self._setup.resize_refusal:
             return self._setup.resize_refusal
+        if isinstance(command, ResizeCache) and self._asleep:
+            return "the engine is asleep and has nothing to resize; wake it first"
         capacity = self._setup.slots_capacity
-        if slots_count > capacity:
-            return f"the cache can have 0 to {capacity} slots, not {slots_count}"
+        if command.slots_count > capacity:
+            return f"the cache can have 0 to {capacity} slots, not {command.slots_count}"
+        pages, pages_capacity = command.kv_pages_count, self._setup.kv_pages_capacity
+        if pages is not None and not 1 <= pages <= pages_capacity:
+            return f"there can be 1 to {pages_capacity} KV pages, not {pages}"
         return ""
 
-    def _resized(self, command: ResizeCache) -> CacheResized:
+    def _change(self, command: SizeCommand) -> tuple[int, str]:
+        """Experts that lose their slot, and why it is not all done."""
+        match command:
+            case SleepEngine():
+                self._asleep, self._kv_pages_count = True, 0
+                return self._set_slots(0), ""
+            case WakeEngine() if not self._asleep:
+                return 0, ""
+            case WakeEngine():
+                self._asleep, self._kv_pages_count = False, command.kv_pages_count
+                return self._set_slots(command.slots_count), ""
+            case ResizeCache():
+                before = self.counters().slots_count
+                pages = self._kv_pages_count
+                wanted = pages if command.kv_pages_count is None else command.kv_pages_count
+                used = min(self._setup.kv_used_count, pages)
+                if wanted < used:
+                    self._kv_pages_count = used
+                    dropped = self._set_slots(min(command.slots_count, before))
+                    return dropped, f"{used} KV pages are in use, and {wanted} are wanted"
+                self._kv_pages_count = wanted
+                return self._set_slots(command.slots_count), ""
+            case _:
+                assert_never(command)
+
+    def _set_slots(self, slots_count: int) -> int:
         with self._lock:
             old = self._counters
-            unchanged = command.slots_count == old.slots_count
-            resident = min(old.resident_count, command.slots_count)
+            resident = min(old.resident_count, slots_count)
             self._counters = replace(
                 old,
-                slots_count=command.slots_count,
+                slots_count=slots_count,
                 resident_count=resident,
-                committed_bytes=command.slots_count * old.slot_bytes,
-                generation=old.generation + (not unchanged),
+                committed_bytes=slots_count * old.slot_bytes,
+                generation=old.generation + (slots_count != old.slots_count),
             )
-            return CacheResized(
-                generation=command.generation,
-                outcome=ResizeOutcome.UNCHANGED if unchanged else ResizeOutcome.DONE,
-                slots_count=command.slots_count,
-                committed_bytes=command.slots_count * old.slot_bytes,
-                dropped_count=old.resident_count - resident,
-            )
+            return old.resident_count - resident
 
     def verify(self, command: VerifyCache) -> CacheVerified:
         """The damage of the script."""
@@ -153,10 +234,10 @@ class ScriptedCache:
         )
 
 
-def resized(cache: ScriptedCache | None, command: ResizeCache) -> CacheResized:
+def carried_out(cache: ScriptedCache | None, command: SizeCommand) -> CacheResized:
     """The answer, also of an engine without a cache."""
     if cache is not None:
-        return cache.resize(command)
+        return cache.carry_out(command)
     return CacheResized(
         generation=command.generation,
         outcome=ResizeOutcome.FAILED,

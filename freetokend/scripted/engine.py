@@ -30,15 +30,17 @@ from freetokend.link.messages import (
     SequenceUpdate,
     SetLogLevel,
     Shutdown,
+    SleepEngine,
     StepReport,
     VerifyCache,
+    WakeEngine,
 )
 from freetokend.link.trace_messages import (
     StartTrace,
     StopTrace,
     TraceStarted,
 )
-from freetokend.scripted.cache import ScriptedCache, resized, verified
+from freetokend.scripted.cache import ScriptedCache, carried_out, verified
 from freetokend.scripted.script import Fault, FaultAction, FaultPoint, Script, TokenKind
 
 _CONTEXT_TOKENS: Final = 8192
@@ -88,9 +90,11 @@ class ScriptedEngine:
         self._client.set_busy(False)
         if self._ending is None:
             self._client.send(self._describe())
+            self._note_load()
+            self._report()
         while not self._finished():
-            self._take_messages(wait=not self._running)
-            if self._running and self._ending_lets_work():
+            self._take_messages(wait=not self._running or self._is_asleep)
+            if self._running and self._ending_lets_work() and not self._is_asleep:
                 self._step()
         return 0
 
@@ -151,8 +155,13 @@ class ScriptedEngine:
     def _describe_cache(self) -> CacheDescription | None:
         return None if self._cache is None else self._cache.description()
 
+    @property
+    def _is_asleep(self) -> bool:
+        return self._cache is not None and self._cache.is_asleep
+
     def _finished(self) -> bool:
-        return self._ending is not None and not (self._ending_lets_work() and self._running)
+        works = self._running and not self._is_asleep
+        return self._ending is not None and not (self._ending_lets_work() and works)
 
     def _ending_lets_work(self) -> bool:
         return self._ending is None or self._ending.drain
@@ -178,8 +187,10 @@ class ScriptedEngine:
                 self._ending = Shutdown(drain=False)
             case SetLogLevel() | EngineSettings() | StopTrace():
                 pass
-            case ResizeCache():
-                self._client.send(resized(self._cache, message))
+            case ResizeCache() | SleepEngine() | WakeEngine():
+                self._client.send(carried_out(self._cache, message))
+                self._note_load()
+                self._report()
             case VerifyCache():
                 self._client.send(verified(self._cache, message))
             case StartTrace():
@@ -240,10 +251,13 @@ class ScriptedEngine:
         self._note_load()
 
     def _note_load(self) -> None:
-        self._client.set_busy(bool(self._running))
-        self._stats = replace(
-            self._stats, running_count=len(self._running), waiting_count=len(self._waiting)
-        )
+        self._client.set_busy(bool(self._running) and not self._is_asleep)
+        running, waiting = len(self._running), len(self._waiting)
+        if self._is_asleep:
+            running, waiting = 0, running + waiting
+        self._stats = replace(self._stats, running_count=running, waiting_count=waiting)
+        if self._cache is not None:
+            self._stats = self._cache.stats(self._stats)
 
     def _step(self) -> None:
         """One token for every running request, in one report."""

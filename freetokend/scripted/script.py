@@ -84,7 +84,8 @@ class ScriptedCacheSetup:
 
     Each step each layer hits `hits_count` experts, fills `fills_count` and leaves `cpu_count` to
     the CPU. `damaged` slots: [layer, expert, slot, offset in bytes], named by every comparison.
-    `resize_refusal`: the text with which every resize fails; "" lets them be done.
+    `resize_refusal`: the text with which every resize and waking fails; "" lets them be done.
+    `kv_used_count`: of the KV pages, those that no resize can take.
     """
 
     slots_count: int = 8
@@ -96,6 +97,10 @@ class ScriptedCacheSetup:
     cpu_count: int = 0
     damaged: tuple[tuple[int, int, int, int], ...] = ()
     resize_refusal: str = ""
+    kv_pages_count: int = 64
+    kv_pages_capacity: int = 256
+    kv_page_bytes: int = 4096
+    kv_used_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,7 +169,8 @@ def test_presets_say_what_the_device_is_used_for(plan: Plan) -> None:
 @pytest.mark.parametrize("preset", ["minimum", "chat", "agent"])
 def test_a_device_of_no_stated_size_has_room_for_every_preset(plan: Plan, preset: str) -> None:
     assert plan(preset=preset).slots_count >= LAYER
-    assert plan(preset=preset, kv_bytes=16 * MIB).kv_bytes == 16 * MIB
+    found = plan(preset=preset, kv_bytes=16 * MIB)
+    assert 0 <= 16 * MIB - found.kv_bytes < found.kv_bytes // found.kv_pages_count
 
 
 def built(inputs: CacheInputs, planned: VramPlan) -> CachedExperts:

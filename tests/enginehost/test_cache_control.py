@@ -51,11 +51,13 @@ class Rig:
 def test_a_resize_is_done_and_told() -> None:
     rig = Rig()
     answer = rig.resize(1, 4)
-    assert replace(answer, duration_s=0.0) == CacheResized(
+    assert replace(answer, stall_s=0.0, safe_point_wait_s=0.0) == CacheResized(
         generation=1,
         outcome=ResizeOutcome.DONE,
         slots_count=4,
+        slots_before_count=8,
         committed_bytes=400,
+        committed_before_bytes=800,
         moved_count=1,
         dropped_count=2,
     )
@@ -96,7 +98,8 @@ def test_what_was_deferred_can_be_tried_again() -> None:
     rig = Rig()
     rig.cache.deferred = "a prefill uses slot 7"
     answer = rig.resize(1, 4)
-    assert (answer.outcome, answer.note) == (ResizeOutcome.DEFERRED, "a prefill uses slot 7")
+    assert answer.outcome is ResizeOutcome.DEFERRED
+    assert answer.note == ("a prefill uses slot 7. The rest is done when the command comes again.")
     rig.cache.deferred = ""
     assert rig.resize(1, 4).outcome is ResizeOutcome.DONE
     assert rig.cache.sizes == [4, 4]
@@ -140,7 +143,9 @@ def test_an_engine_without_a_cache_says_so() -> None:
     commands.take(VerifyCache(request_id="v"))
     commands.run()
     text = "this engine has no expert cache: backend cpu"
-    assert sent == [
+    first, second = sent
+    assert isinstance(first, CacheResized)
+    assert [replace(first, stall_s=0.0, safe_point_wait_s=0.0), second] == [
         CacheResized(
             generation=1,
             outcome=ResizeOutcome.FAILED,

@@ -12,13 +12,17 @@ from freetokend.kvcache.allocator import PageAllocator
 
 @given(
     pages_count=st.integers(1, 12),
-    moves=st.lists(st.tuples(st.sampled_from("tsrf"), st.integers(0, 5)), max_size=60),
+    first_page=st.integers(0, 1),
+    moves=st.lists(st.tuples(st.sampled_from("tsrfkg"), st.integers(0, 5)), max_size=60),
 )
 def test_pages_are_never_in_two_hands_unless_shared(
-    pages_count: int, moves: list[tuple[str, int]]
+    pages_count: int, first_page: int, moves: list[tuple[str, int]]
 ) -> None:
-    allocator = PageAllocator(pages_count)
+    """The model: `end` pages may be given out; those in use behind them exist until let go and
+    the end is looked at again."""
+    allocator = PageAllocator(pages_count, first_page=first_page)
     holders: list[list[int]] = []
+    end = existing = pages_count
     for move, number in moves:
         if move == "t":
             free_count = allocator.free_count
@@ -28,8 +32,19 @@ def test_pages_are_never_in_two_hands_unless_shared(
                 assert allocator.free_count == free_count
             else:
                 assert len(set(pages)) == len(pages) == number
-                assert not {page for held in holders for page in held}.intersection(pages)
+                used = {page for held in holders for page in held}
+                free = sorted(set(range(first_page, first_page + end)) - used)
+                assert pages == free[:number], "the lowest come first, and none behind the end"
                 holders.append(pages)
+        elif move == "k":
+            end = min(end, number)
+            used = {page for held in holders for page in held}
+            existing = max([end, *(page - first_page + 1 for page in used)])
+            assert allocator.shrink_to(number) == existing
+        elif move == "g":
+            allocator.grow_to(number)
+            if number > end:
+                end, existing = number, max(existing, number)
         elif holders and move == "s":
             shared = holders[number % len(holders)]
             allocator.retain(shared)
@@ -39,7 +54,8 @@ def test_pages_are_never_in_two_hands_unless_shared(
         allocator.check_integrity(holders)
         in_use = {page for held in holders for page in held}
         assert allocator.used_count == len(in_use)
-        assert allocator.free_count == pages_count - len(in_use)
+        assert allocator.free_count == end - sum(page < first_page + end for page in in_use)
+        assert (allocator.end_count, allocator.pages_count) == (end, existing)
 
 
 def test_low_pages_are_used_first_and_freed_pages_again() -> None:

@@ -28,9 +28,11 @@ from freetokend.link.messages import (
     SequenceUpdate,
     SetLogLevel,
     Shutdown,
+    SleepEngine,
     SlotDifference,
     StepReport,
     VerifyCache,
+    WakeEngine,
 )
 from freetokend.link.trace_messages import (
     RoutedRows,
@@ -41,6 +43,7 @@ from freetokend.link.trace_messages import (
     TraceStarted,
 )
 from freetokend.policy.backend_choice import LayerBranch
+from freetokend.policy.vram_budget import VramFacts
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -69,6 +72,14 @@ stats = st.builds(
     sweeps_count=u64,
     prefill_pending_tokens_count=u64,
     prefill_tokens_per_s=numbers,
+    kv_pages_capacity_count=u64,
+    kv_bytes=u64,
+    servable_context_tokens=u64,
+    longest_context_tokens=u64,
+    waiting_prompt_tokens=u64,
+    asleep=st.booleans(),
+    fixed_held_bytes=u64,
+    generation=u64,
 )
 updates = st.builds(
     SequenceUpdate,
@@ -128,7 +139,14 @@ cache_answers = st.one_of(
         committed_bytes=u64,
         moved_count=u32,
         dropped_count=u32,
-        duration_s=numbers,
+        slots_before_count=u32,
+        committed_before_bytes=u64,
+        kv_pages_count=u64,
+        kv_pages_before_count=u64,
+        kv_bytes=u64,
+        kv_before_bytes=u64,
+        stall_s=numbers,
+        safe_point_wait_s=numbers,
         note=texts,
         error_reason=st.none() | st.sampled_from(Reason),
         error_message=texts,
@@ -181,6 +199,26 @@ trace_messages = st.one_of(
         TraceEnded, trace_id=texts, error_reason=st.sampled_from(Reason), error_message=texts
     ),
 )
+memories = st.builds(
+    VramFacts,
+    free_bytes=st.none(),
+    own_bytes=st.just(0),
+    dense_bytes=u64,
+    workspace_bytes=u64,
+    state_bytes=u64,
+    graph_bytes=u64,
+    record_bytes=u64,
+    experts_count=u32,
+    experts_per_layer_count=u32,
+    top_k=u32,
+    kv_page_bytes=u64,
+    kv_page_tokens=u32,
+    model_context_tokens=u64,
+    max_running_count=u32,
+    on_host=st.booleans(),
+    granularity_bytes=u64,
+    kv_granularity_bytes=st.none() | st.integers(1, 2**64 - 1),
+)
 descriptions = st.builds(
     EngineDescription,
     model=texts,
@@ -211,6 +249,8 @@ descriptions = st.builds(
     threads_reason=texts,
     notes=st.lists(texts, max_size=3).map(tuple),
     cache=st.none() | cache_descriptions,
+    device_uuid=texts,
+    memory=st.none() | memories,
 )
 engine_messages = st.one_of(
     st.builds(
@@ -285,7 +325,15 @@ control_messages = st.one_of(
     st.builds(Cancel, request_id=texts),
     st.builds(Shutdown, drain=st.booleans()),
     st.builds(SetLogLevel, level=texts),
-    st.builds(ResizeCache, generation=u64, slots_count=u32),
+    st.builds(
+        ResizeCache,
+        generation=u64,
+        slots_count=u32,
+        kv_pages_count=st.none() | u64,
+        urgent=st.booleans(),
+    ),
+    st.builds(SleepEngine, generation=u64),
+    st.builds(WakeEngine, generation=u64, slots_count=u32, kv_pages_count=u64),
     st.builds(VerifyCache, request_id=texts),
     st.builds(StartTrace, trace_id=texts),
     st.builds(StopTrace, trace_id=texts),
