@@ -312,6 +312,7 @@ def engine_settings(config: ResolvedConfig) -> EngineSettings:
         layers=engine.layers,
         attention=engine.attention,
         sweep_tokens=engine.sweep_tokens,
+        gpu="" if config.control.gpu == "auto" else config.control.gpu,
     )
 
 

@@ -80,7 +80,8 @@ def choose_device(settings: EngineSettings, gpus: GpuPresence) -> Device:
             return Device.HOST
         case "auto":
             tries = gpus.names and settings.backend != "cpu" and settings.numerics == "exact"
-            return Device.CUDA if tries else Device.NONE
+            avoids = settings.gpu_fault and settings.backend == "auto"
+            return Device.CUDA if tries and not avoids else Device.NONE
         case "none":
             return Device.NONE
         case "cuda":
@@ -180,6 +181,8 @@ def _why_no_gpu(settings: EngineSettings, gpus: GpuPresence) -> str:
         return f'engine.backend is "cpu"; {found}'
     if settings.device == Device.NONE:
         return f'engine.device is "none"; {found}'
+    if gpus.names and settings.gpu_fault:
+        return f"the last engine that used it {settings.gpu_fault}; {found}"
     if gpus.names and settings.numerics != "exact":
         return (
             f'engine.numerics = "{settings.numerics}" rounds activations as no GPU does and is for '

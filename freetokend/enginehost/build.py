@@ -248,6 +248,7 @@ class _Builder:
             kernel=f"{made.kernels} with {built.kernel}",
             device=Device.CUDA.value,
             device_name=platform.name,
+            device_uuid=platform.uuid,
             pinning=cache,
         )
 

@@ -84,6 +84,11 @@ class CudaPlatform(Protocol):
         ...
 
     @property
+    def uuid(self) -> str:
+        """As the driver's other tools write it; empty where it is not known."""
+        ...
+
+    @property
     def capability(self) -> Capability:
         """As kernels are chosen by."""
         ...

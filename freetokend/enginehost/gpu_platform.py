@@ -66,6 +66,10 @@ class GpuPlatform:
         return torch.cuda.get_device_name(self.device)
 
     @property
+    def uuid(self) -> str:
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+
+    @property
     def capability(self) -> Capability:
         return torch.cuda.get_device_capability(self.device)
 

@@ -192,7 +192,7 @@ class _Host:
         self._heavy = heavy
         self._log = log
         self._files = HostFiles()
-        self._told: tuple[LoadStage, int] | None = None
+        self._on_gpu = False
 
     def run(self, pool: ReceivedPool, model_dir: Path) -> int:
         """Load, build, warm up, tell control, serve; the exit code."""
@@ -200,7 +200,9 @@ class _Host:
         client.set_busy(True)
         gpus = find_gpus()
         backend = None
-        if choose_device(settings, gpus) is Device.NONE or settings.backend == "cpu":
+        device = choose_device(settings, gpus)
+        self._on_gpu = device is Device.CUDA and settings.backend != "cpu"
+        if device is Device.NONE or settings.backend == "cpu":
             backend = choose_backend(settings, gpus)
         self._tell(LoadStage.ATTACH)
         directory = FtwDirectory(model_dir)
@@ -301,7 +303,14 @@ class _Host:
 
     def _tell(self, stage: LoadStage, done_bytes: int = 0, total_bytes: int = 0) -> None:
         self._client.progress()
-        self._client.send(LoadProgress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes))
+        self._client.send(
+            LoadProgress(
+                stage=stage,
+                done_bytes=done_bytes,
+                total_bytes=total_bytes,
+                on_gpu=self._on_gpu and stage in (LoadStage.PREPARE, LoadStage.WARM_UP),
+            )
+        )
 
     def _reading(self, done_bytes: int, total_bytes: int) -> None:
         self._inbox.peek()  # a shutdown must not wait for the disk
@@ -319,7 +328,7 @@ class _Host:
         bank = directory.index.expert_bank
         return EngineDescription(
             model=self._settings.model,
-            device="cpu" if built.cache is None else built.device,
+            device="cpu" if built.cache is None else _device_text(built),
             device_name=built.device_name or cpu_name(self._files),
             backend=backend.backend,
             backend_reason=backend.reason,
@@ -347,9 +356,19 @@ class _Host:
             threads_reason=cpus.reason,
             notes=(*backend.notes, *attached.notes, *built.notes),
             cache=built.cache_description,
-            device_uuid=built.device_uuid,
+            device_uuid=_device_uuid(built, self._settings),
             memory=built.memory,
         )
+
+
+def _device_text(built: BuiltEngine) -> str:
+    return f"{built.device}:{built.device_uuid}" if built.device_uuid else built.device
+
+
+def _device_uuid(built: BuiltEngine, settings: EngineSettings) -> str:
+    """Of the GPU that is used, or that ordinary memory stands for as configured."""
+    stands_for = built.cache is not None and settings.gpu.startswith("GPU-")
+    return built.device_uuid or (settings.gpu if stands_for else "")
 
 
 def _sleeper(built: BuiltEngine, probe: TokenProbe) -> ElasticSleeper | None:

@@ -109,7 +109,10 @@ def encode_engine_message(message: EngineMessage) -> pb.EngineMessage:
                 raise LinkProtocolError(f"load stage {message.stage!r} does not exist")
             return pb.EngineMessage(
                 load_progress=pb.LoadProgress(
-                    stage=stage, done_bytes=message.done_bytes, total_bytes=message.total_bytes
+                    stage=stage,
+                    done_bytes=message.done_bytes,
+                    total_bytes=message.total_bytes,
+                    on_gpu=message.on_gpu,
                 )
             )
         case EngineDescription():
@@ -163,7 +166,10 @@ def decode_engine_message(message: pb.EngineMessage) -> EngineMessage:
             if stage is None:
                 raise LinkProtocolError(f"load stage number {load.stage} is unknown")
             return LoadProgress(
-                stage=stage, done_bytes=load.done_bytes, total_bytes=load.total_bytes
+                stage=stage,
+                done_bytes=load.done_bytes,
+                total_bytes=load.total_bytes,
+                on_gpu=load.on_gpu,
             )
         case "ready":
             return _decode_description(message.ready)
@@ -276,6 +282,8 @@ def _encode_settings(settings: EngineSettings) -> pb.Welcome:
         layers=settings.layers,
         attention=settings.attention,
         sweep_tokens=settings.sweep_tokens,
+        gpu=settings.gpu,
+        gpu_fault=settings.gpu_fault,
     )
 
 
@@ -301,6 +309,8 @@ def _decode_settings(welcome: pb.Welcome) -> EngineSettings:
         layers=welcome.layers,
         attention=welcome.attention,
         sweep_tokens=welcome.sweep_tokens,
+        gpu=welcome.gpu,
+        gpu_fault=welcome.gpu_fault,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Final, Protocol, Self
 
 from freetokend.core.cache_stats import CacheCounters
 from freetokend.core.errors import Reason
+from freetokend.link.engine_settings import EngineSettings as EngineSettings  # noqa: PLC0414
 from freetokend.link.trace_messages import TraceCommand, TraceMessage
 from freetokend.policy.backend_choice import LayerBranch
 from freetokend.policy.vram_budget import VramFacts
@@ -89,11 +90,15 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """How far the engine has come before it is ready. `stage` is a value of `LoadStage`."""
+    """How far the engine has come before it is ready. `stage` is a value of `LoadStage`.
+
+    `on_gpu`: it uses a GPU, or tries to.
+    """
 
     stage: str
     done_bytes: int
     total_bytes: int
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,37 +203,6 @@ class EngineStats:
     asleep: bool = False
     fixed_held_bytes: int = 0
     generation: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What control tells a new engine besides its command line (proto `Welcome`).
-
-    0 leaves the choice to the engine for `threads_count`, `kv_bytes`, `max_context_tokens`,
-    `slots_count`, `device_bytes` and `sweep_tokens`; `link_bytes_per_s` 0: as fast as memory.
-    `layers` is read by `policy.layer_overrides`.
-    """
-
-    model: str
-    threads_count: int = 0
-    kv_bytes: int = 0
-    max_running_count: int = 64
-    max_waiting_count: int = 256
-    step_tokens: int = 512
-    max_context_tokens: int = 0
-    log_level: str = "info"
-    log_format: str = "text"
-    pin_pool: bool = True
-    backend: str = "auto"
-    numerics: str = "exact"
-    device: str = "auto"
-    slots_count: int = 0
-    device_bytes: int = 0
-    link_bytes_per_s: int = 0
-    preset: str = "auto"
-    layers: str = ""
-    attention: str = "auto"
-    sweep_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,6 +408,9 @@ class EngineSnapshot:
 
     `last_progress_s` and `state_since_s` are `time.monotonic()` values. `cause` says why the last
     engine died (empty: it never did). `cache`: as of the last heartbeat.
+
+    `gpu_faults_count`: engines that a GPU ended, since control started; `gpu_fault`: why the GPU is
+    not used now, "" where nothing is wrong with it; `gpu_retry_s`: when it is tried again.
     """
 
     state: EngineState
@@ -449,6 +426,9 @@ class EngineSnapshot:
     restarts_count: int = 0
     cause: str = ""
     next_restart_s: float | None = None
+    gpu_faults_count: int = 0
+    gpu_fault: str = ""
+    gpu_retry_s: float | None = None
 
 
 class SequenceStream(Protocol):

@@ -163,6 +163,12 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
+def signal_of(exit_text: str) -> str:
+    """The signal's name in a text of `describe_exit`; empty where there is none."""
+    before, _, name = exit_text.partition("(")
+    return name.rstrip(")") or before if before.startswith("signal") else ""
+
+
 def _engine_environment(environment: Mapping[str, str], token: str) -> dict[str, str]:
     kept = {key: value for key, value in environment.items() if key not in _WITHHELD_ENVIRONMENT}
     return {**kept, TOKEN_ENVIRONMENT: token}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, assert_never
 
 from freetokend.core.cache_stats import CacheCounters
@@ -30,7 +30,7 @@ from freetokend.link.messages import (
     SequenceUpdate,
     StepReport,
 )
-from freetokend.link.process import EngineProcess, pass_to_stderr
+from freetokend.link.process import EngineProcess, pass_to_stderr, signal_of
 from freetokend.link.server import Attachment, LinkServer
 from freetokend.link.trace_messages import (
     TracedStep,
@@ -45,6 +45,7 @@ _LAST_WORDS_S: Final = 0.5
 # An interpreter with a tensor library takes its time to exit; a killed one tells no exit code.
 _EXIT_S: Final = 3.0
 _CAUSE_LINES: Final = 3
+_GPU_DEVICE: Final = "cuda"
 
 RESTART_CANNOT_HELP: Final = frozenset(
     {Reason.CONFIG_INVALID, Reason.MODEL_INVALID, Reason.MODEL_UNSUPPORTED}
@@ -69,13 +70,17 @@ class EngineEnd:
     """How one engine ended. `cause` is for people, `reason` decides whether to start another.
 
     `last_output` (the newest lines it printed, when nothing better explains the end) is for status
-    and journal; clients get `cause` only.
+    and journal; clients get `cause` only. `on_gpu`: it used a GPU, or tried to; `signal`: its name,
+    "" when the engine exited by itself; `stuck`: it was replaced because it did nothing any more.
     """
 
     cause: str
     reason: Reason
     was_ready: bool
     last_output: str = ""
+    on_gpu: bool = False
+    signal: str = ""
+    stuck: bool = False
 
     @property
     def full_cause(self) -> str:
@@ -144,6 +149,8 @@ class EngineSession:
         self._detached = asyncio.Event()
         self._failure: Failure | None = None
         self._verdict = ""  # why we killed it
+        self._stuck = False
+        self._on_gpu = False
 
     async def run(self) -> EngineEnd:
         """Spawn, serve until the end, and say how it ended. Cancelling kills the engine."""
@@ -219,10 +226,12 @@ class EngineSession:
                 self._events.session_changed()
             case LoadProgress():
                 self.load = message
+                self._on_gpu = message.on_gpu
                 self.liveness.worked(now_s)
                 self._events.session_changed()
             case EngineDescription():
                 self.description = message
+                self._on_gpu = message.device.startswith(_GPU_DEVICE)
                 self.load = None
                 self.liveness.worked(now_s)
                 self.liveness.busy = False
@@ -281,22 +290,26 @@ class EngineSession:
             last_s = now_s
             fault = self.liveness.fault(now_s)
             if fault:
+                self._stuck = not self._verdict
                 self.kill(f"stuck, {fault}")
 
     def _describe_end(self, exit_text: str, last_lines: tuple[str, ...]) -> EngineEnd:
         was_ready = self.description is not None
         cause = self._cause(exit_text)
-        if self._failure is not None:
-            return EngineEnd(cause=cause, reason=self._failure.reason, was_ready=was_ready)
-        # That all went well until then explains no end.
-        telling = [line for line in last_lines if line.strip() and not is_routine(line)]
-        lines = [] if self._verdict else telling
-        return EngineEnd(
+        how = EngineEnd(
             cause=cause,
             reason=_reason_of_exit(exit_text),
             was_ready=was_ready,
-            last_output=" | ".join(lines[-_CAUSE_LINES:]),
+            on_gpu=self._on_gpu,
+            signal="" if self._verdict else signal_of(exit_text),
+            stuck=self._stuck,
         )
+        if self._failure is not None:
+            return replace(how, reason=self._failure.reason)
+        # That all went well until then explains no end.
+        telling = [line for line in last_lines if line.strip() and not is_routine(line)]
+        lines = [] if self._verdict else telling
+        return replace(how, last_output=" | ".join(lines[-_CAUSE_LINES:]))
 
     def _cause(self, exit_text: str) -> str:
         """Why it ended, in words that follow "the engine"; `exit_text` "" while it still exits."""

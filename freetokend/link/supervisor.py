@@ -12,6 +12,7 @@ from typing import Final
 
 from freetokend.core.errors import Reason, UnavailableError
 from freetokend.link.cache_requests import CacheRequests
+from freetokend.link.gpu_life import GpuLife
 from freetokend.link.liveness import LivenessLimits
 from freetokend.link.messages import (
     CacheAnswer,
@@ -34,6 +35,7 @@ from freetokend.link.trace_messages import (
     TraceStarted,
 )
 from freetokend.link.trace_requests import TraceRecording, TraceRequests
+from freetokend.policy.gpu_faults import GpuPatience
 from freetokend.policy.restart import GiveUp, RestartBudget, RestartHistory, after_death
 
 CACHE_ANSWER_TIMEOUT_S: Final = 120.0
@@ -59,8 +61,12 @@ class EngineSupervisor:
         *,
         budget: RestartBudget | None = None,
         limits: LivenessLimits | None = None,
+        gpu_patience: GpuPatience | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._gpu = GpuLife(
+            launch.settings, GpuPatience() if gpu_patience is None else gpu_patience, clock
+        )
         self._launch = launch
         self._server = server
         self._budget = RestartBudget() if budget is None else budget
@@ -107,6 +113,9 @@ class EngineSupervisor:
             restarts_count=self._restarts_count,
             cause="" if self._last_end is None else self._last_end.full_cause,
             next_restart_s=self._next_restart_s,
+            gpu_faults_count=self._gpu.state.faults_count,
+            gpu_fault=self._gpu.state.fault,
+            gpu_retry_s=self._gpu.state.retry_s,
         )
         if session is None:
             return common
@@ -141,6 +150,11 @@ class EngineSupervisor:
         if self._session is not None and self._session.cause:
             known = self._session.cause
         cause = f": the engine {known}" if known else ""
+        if self._gpu.is_retrying:
+            raise UnavailableError(
+                "the engine is being restarted to try the GPU again",
+                retry_after_s=_LOADING_RETRY_S,
+            )
         if state is EngineState.FAILED:
             raise UnavailableError(
                 f"the engine has failed and is not restarted{cause}",
@@ -336,9 +350,17 @@ class EngineSupervisor:
     async def _run(self) -> None:
         history = RestartHistory()
         while not self._stopping.is_set():
+            self._gpu.engine_starts()
             end = await self._run_session()
             if self._stopping.is_set():
                 return
+            if self._gpu.is_retrying:
+                self._idle_state = EngineState.RESTARTING
+                self.session_lost("was restarted to try the GPU again")
+                self._restarts_count += 1
+                continue
+            if self._gpu.engine_ended(end):
+                _log.error("gpu-given-up", extra={"cause": end.full_cause})
             self._last_end = end
             self.session_lost(end.cause)
             history, decision = after_death(
@@ -363,12 +385,26 @@ class EngineSupervisor:
             self._restarts_count += 1
 
     async def _run_session(self) -> EngineEnd:
-        session = EngineSession(
-            self._launch, self._server, self, limits=self._limits, clock=self._clock
-        )
+        settings = replace(self._launch.settings, gpu_fault=self._gpu.state.fault)
+        launch = replace(self._launch, settings=settings)
+        session = EngineSession(launch, self._server, self, limits=self._limits, clock=self._clock)
         self._session = session
         self._refresh()
+        retry = asyncio.create_task(self._retry_gpu(session), name="gpu-retry")
         try:
             return await session.run()
         finally:
+            retry.cancel()
             self._session = None
+
+    async def _retry_gpu(self, session: EngineSession) -> None:
+        """End an engine that does without the GPU when its time is over and nobody uses it."""
+        await self._gpu.wait_due()
+        while session.state is not EngineState.READY or len(self._requests):
+            seen = self._generation
+            await self._requests.wait_empty()
+            if session.state is not EngineState.READY:
+                await self.changed(seen)
+        self._gpu.is_retrying = True
+        _log.info("gpu-tried-again", extra={"cause": self._gpu.state.fault})
+        session.send(Shutdown(drain=True))

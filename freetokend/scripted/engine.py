@@ -40,6 +40,7 @@ from freetokend.link.trace_messages import (
     StopTrace,
     TraceStarted,
 )
+from freetokend.policy.health import GPU_NOT_USED
 from freetokend.scripted.cache import ScriptedCache, carried_out, verified
 from freetokend.scripted.script import Fault, FaultAction, FaultPoint, Script, TokenKind
 
@@ -112,7 +113,10 @@ class ScriptedEngine:
             done_bytes = load.total_bytes * (index + 1) // load.chunks_count
             self._client.send(
                 LoadProgress(
-                    stage=LoadStage.READ, done_bytes=done_bytes, total_bytes=load.total_bytes
+                    stage=LoadStage.READ,
+                    done_bytes=done_bytes,
+                    total_bytes=load.total_bytes,
+                    on_gpu=self._is_on_gpu,
                 )
             )
         for stage in (LoadStage.PREPARE, LoadStage.WARM_UP):
@@ -150,7 +154,19 @@ class ScriptedEngine:
             notes=("this engine is scripted: it computes nothing",),
             cache=self._describe_cache(),
         )
-        return replace(described, **self._script.description)
+        described = replace(described, **self._script.description)
+        if self._has_gpu and settings.gpu_fault:
+            why = f"{GPU_NOT_USED}: the last engine that used it {settings.gpu_fault}."
+            return replace(described, device="cpu", notes=(*described.notes, why))
+        return described
+
+    @property
+    def _has_gpu(self) -> bool:
+        return str(self._script.description.get("device", "")).startswith("cuda")
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._has_gpu and not self._settings.gpu_fault
 
     def _describe_cache(self) -> CacheDescription | None:
         return None if self._cache is None else self._cache.description()
@@ -325,6 +341,8 @@ class ScriptedEngine:
             if fault.at is not point:
                 continue
             if point is FaultPoint.STEP and fault.step_index != self._stats.steps_count:
+                continue
+            if fault.on_gpu and not self._is_on_gpu:
                 continue
             if fault.once and not self._first_time(index):
                 continue

@@ -66,7 +66,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One planned misfortune. `once`: only the first engine that runs this script file has it."""
+    """One planned misfortune. `once`: only the first engine that runs this script file has it;
+    `on_gpu`: only while the device that the script describes is a GPU, and may be used."""
 
     at: FaultPoint = FaultPoint.STEP
     step_index: int = 1
@@ -76,6 +77,7 @@ class Fault:
     reason: Reason = Reason.INTERNAL
     message: str = "the script says so"
     once: bool = False
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

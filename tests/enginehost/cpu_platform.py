@@ -71,6 +71,7 @@ class CpuPlatform:
     """pinned_share: of the pool, what can be registered. Notes what was made."""
 
     name = "no GPU at all"
+    uuid = ""
     capability: Capability = (8, 6)
     pins = False
 

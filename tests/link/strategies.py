@@ -266,6 +266,7 @@ engine_messages = st.one_of(
         stage=st.sampled_from(LoadStage).map(str),
         done_bytes=u64,
         total_bytes=u64,
+        on_gpu=st.booleans(),
     ),
     descriptions,
     reports,
@@ -302,6 +303,8 @@ settings_messages = st.builds(
     layers=texts,
     attention=texts,
     sweep_tokens=u32,
+    gpu=texts,
+    gpu_fault=texts,
 )
 requests = st.builds(
     GenerateRequest,

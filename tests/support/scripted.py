@@ -28,6 +28,7 @@ from freetokend.link.messages import (
     Sampling,
     SequenceUpdate,
 )
+from freetokend.policy.gpu_faults import GpuPatience
 from freetokend.policy.restart import RestartBudget
 
 DEADLINE_S = 30.0
@@ -102,6 +103,7 @@ async def supervised(
     settings: EngineSettings | None = None,
     budget: RestartBudget | None = None,
     limits: LivenessLimits | None = None,
+    gpu_patience: GpuPatience | None = None,
     **launch: Any,
 ) -> AsyncIterator[EngineHarness]:
     """Run `argv` under a supervisor until the block ends."""
@@ -117,6 +119,7 @@ async def supervised(
         ),
         server,
         budget=budget,
+        gpu_patience=gpu_patience,
         limits=limits,
     )
     await server.start()

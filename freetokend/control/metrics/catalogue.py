@@ -79,6 +79,16 @@ _ENGINE: Final = (
     ),
     _gauge("engine_state", "1 for the state the engine is in, 0 for the others.", "model", "state"),
     _counter("engine_restarts_total", "Engines started after one had ended.", "model"),
+    _counter(
+        "engine_gpu_faults_total",
+        "Engines that a GPU ended where the CPU can serve as well.",
+        "model",
+    ),
+    _gauge(
+        "engine_gpu_avoided",
+        "1 while the GPU is not used because it ended an engine; it is tried again later.",
+        "model",
+    ),
     _gauge(
         "engine_progress_age_seconds",
         "Time since the work at hand last moved; 0 while idle.",

@@ -72,6 +72,8 @@ def _engine(families: Families, state: ServiceState) -> None:
     for known in EngineState:
         families.add("engine_state", known is snapshot.state, model, known.value)
     families.add("engine_restarts_total", snapshot.restarts_count, model)
+    families.add("engine_gpu_faults_total", snapshot.gpu_faults_count, model)
+    families.add("engine_gpu_avoided", bool(snapshot.gpu_fault), model)
     families.add("engine_progress_age_seconds", state.progress_age_s, model)
     families.add("engine_steps_total", stats.steps_count, model)
     families.add("engine_last_step_seconds", stats.step_s, model)
