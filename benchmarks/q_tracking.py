@@ -31,9 +31,10 @@ from benchmarks.device_clock import DeviceClock, LayerLoad
 from benchmarks.hybrid import CPU_BYTES_PER_S, clock
 from benchmarks.result import Row, write
 from benchmarks.split_cases import COLD_SHAPE, RESIDENT_RATIO, cold_ids
+from freetokend.core.cache_stats import CallTimes
 from freetokend.policy.backend_choice import LayerBranch
 from freetokend.policy.fill_table import fill_table, token_bucket
-from freetokend.policy.split_calls import CallTimes, split_times
+from freetokend.policy.split_calls import split_times
 from freetokend.policy.split_estimate import SplitTimes
 from freetokend.policy.split_following import Following, after_step, begin_following
 

@@ -404,6 +404,7 @@ class _Builder:
             backend=backend,
             cache=None if cache is None else cache.cache,
             cache_description=None if cache is None else cache.description,
+            followed=None if cache is None else cache.followed,
         )
 
 

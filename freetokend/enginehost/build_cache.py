@@ -13,6 +13,7 @@ from freetokend.core.model_config import ModelFacts
 from freetokend.device.host_arena import HostArena
 from freetokend.enginehost.backend import BackendChoice, cache_key
 from freetokend.enginehost.deciding import decide, layer_runs, sweep_from, take_slots
+from freetokend.enginehost.split_control import FollowedSplit
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.cache import CacheSpec, ExpertCache
 from freetokend.experts.host_rates import BURST_COUNT, HostRates, measure_host_rates
@@ -20,7 +21,7 @@ from freetokend.experts.slot_checks import VerifyReport
 from freetokend.ftw.layout import ExpertBank
 from freetokend.link.messages import CacheDescription, EngineSettings
 from freetokend.native.executor import Executor, Numerics
-from freetokend.policy.backend_choice import Backend, LayerBranch, resolve_layers
+from freetokend.policy.backend_choice import Backend, BackendDecision, LayerBranch, resolve_layers
 from freetokend.policy.fill_table import fill_table
 from freetokend.policy.kv_sizing import KvPlan, KvShape, pages_for
 from freetokend.policy.layer_overrides import parse_layers
@@ -44,12 +45,14 @@ _AUTO_CONTEXT_TOKENS: Final = 16 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedExperts:
-    """A cache with its slots, and what is to be told of it. sweep_from_tokens 0: never sweep."""
+    """A cache with its slots, and what is to be told of it. sweep_from_tokens 0: never sweep;
+    followed: how its misses are split at first."""
 
     cache: ExpertCache
     backend: BackendChoice
     description: CacheDescription
     sweep_from_tokens: int
+    followed: FollowedSplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +177,7 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
         fillable_layers_count=bank.moe_layers_count,
         costs=costs,
     )
-    backend = BackendChoice(
-        backend=decision.backend.value, reason=decision.reason, notes=decision.notes
-    )
+    backend = _choice_of(decision)
     if decision.backend is Backend.CPU:
         return backend
     choices = resolve_layers(
@@ -185,6 +186,7 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
         cpu_kernel=True,
         overrides=overrides,
     )
+    branches = tuple(choice.branch for choice in choices)
     cache = ExpertCache(
         inputs.mapped,
         HostArena(bank.experts_count * bank.record_bytes),
@@ -197,7 +199,7 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
     )
     try:
         cache.set_fill_counts(fill_table(measured.rates, bank.experts_per_layer_count))
-        cache.set_branches([choice.branch for choice in choices])
+        cache.set_branches(branches)
         exact = bool(settings.slots_count) or decision.backend is Backend.FUSED
         least_count = inputs.facts.experts_per_token_count
         note = take_slots(cache.resize, plan.slots_count, exact=exact, least_count=least_count)
@@ -223,6 +225,13 @@ def build_cache(inputs: CacheInputs, plan: VramPlan) -> CachedExperts | BackendC
             fill_rate_source=measured.source,
         ),
         sweep_from_tokens=_sweep_from(inputs, cache.slots_count, costs, measured, overrides),
+        followed=FollowedSplit(cache=cache, branches=branches, rates=measured.rates),
+    )
+
+
+def _choice_of(decision: BackendDecision) -> BackendChoice:
+    return BackendChoice(
+        backend=decision.backend.value, reason=decision.reason, notes=decision.notes
     )
 
 

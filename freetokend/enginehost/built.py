@@ -12,6 +12,7 @@ from freetokend.engine.work import StepEngine
 from freetokend.enginehost.backend import NO_GPUS, BackendChoice, GpuPresence
 from freetokend.enginehost.cache_control import CacheControl
 from freetokend.enginehost.kv_control import KvControl
+from freetokend.enginehost.split_control import FollowedSplit
 from freetokend.enginehost.trace_control import RoutingTaps
 from freetokend.ftw.reader import FtwDirectory
 from freetokend.kvcache.allocator import PageAllocator
@@ -51,7 +52,7 @@ class BuiltEngine:
     `cache`, `cache_description`: of the expert cache; None without one. `device`: what holds its
     slots; `device_name`: empty for the CPU's own.
     `taps`: where the choice of experts is seen; None where it is not. `pinning`: of a GPU; None
-    without one.
+    without one. `followed`: how misses are split at first; None where nothing can be followed.
     `kv`: None where KV pages are not resized. `memory`: what the device's memory is divided by;
     None when nothing is on a device.
     """
@@ -78,6 +79,7 @@ class BuiltEngine:
     kv: KvControl | None = None
     memory: VramFacts | None = None
     device_uuid: str = ""
+    followed: FollowedSplit | None = None
 
 
 class EngineBuilder(Protocol):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from freetokend.core.errors import InternalError, InvalidInputError, Reason, reaction
@@ -16,6 +16,7 @@ from freetokend.engine.work import StepEngine, StepWork
 from freetokend.enginehost.cache_control import CacheCommands
 from freetokend.enginehost.faults import MOST_FAILURES_IN_A_ROW, step_fault
 from freetokend.enginehost.inbox import Inbox, Incoming, Link
+from freetokend.enginehost.split_control import NoSplit, SplitSteps
 from freetokend.enginehost.sweeping import SweepLane
 from freetokend.enginehost.trace_control import TraceCommands, no_experts
 from freetokend.link.messages import (
@@ -39,12 +40,13 @@ from freetokend.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopCommands:
-    """Who does what control asks for between steps; `traces` also hear of every step. `beside` is
-    called between steps, and while there is nothing to do, until it returns False."""
+    """Who does what control asks for between steps; `traces` and `split` also hear of every step.
+    `beside` is called between steps, and while there is nothing to do, until it returns False."""
 
     cache: CacheCommands
     traces: TraceCommands
     beside: Callable[[], bool] = lambda: False
+    split: SplitSteps = field(default_factory=NoSplit)
 
 
 class StepLoop:
@@ -85,6 +87,7 @@ class StepLoop:
         self._lane = SweepLane(scheduler, engine, log, self._traces)
         self._cache_commands = commands.cache
         self._beside = commands.beside
+        self._split = commands.split
         self._has_more_beside = True
         self._ending: Shutdown | Disconnected | None = None
         self._failures_in_a_row_count = 0
@@ -229,6 +232,7 @@ class StepLoop:
 
     def _compute(self, work: StepWork) -> None:
         self._traces.step_begins()
+        self._split.step_begins()
         try:
             outcome = self._engine.run(work)
         except Exception as error:  # one request's fault must not end the others
@@ -238,6 +242,8 @@ class StepLoop:
             if self._scheduler.step_failed(step_fault(error)):
                 self._check_health(error)
             return
+        finally:
+            self._split.step_ended()
         self._scheduler.commit(outcome)
         self._traces.step_ended(work)
         self._failures_in_a_row_count = 0

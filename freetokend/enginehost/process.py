@@ -35,12 +35,13 @@ from freetokend.enginehost.backend import (
     find_gpus,
 )
 from freetokend.enginehost.built import BuiltEngine, EngineBuilder
-from freetokend.enginehost.cache_control import CacheCommands
+from freetokend.enginehost.cache_control import CacheCommands, CacheControl
 from freetokend.enginehost.host_facts import CpuChoice, read_cpu_choice
 from freetokend.enginehost.inbox import Inbox, Incoming
 from freetokend.enginehost.loop import LoopCommands, StepLoop
 from freetokend.enginehost.probe import TokenProbe
 from freetokend.enginehost.sleeping import ElasticSleeper, fixed_bytes
+from freetokend.enginehost.split_control import NoSplit, SplitFollower
 from freetokend.enginehost.trace_control import (
     TraceCommands,
     Traced,
@@ -234,10 +235,13 @@ class _Host:
         self._tell(LoadStage.WARM_UP)
         probe = TokenProbe(built.engine, built.allocator, built.facts.bos_token_id or 0)
         first_token_s = probe.run()
-        loop = self._loop(directory, attached, built, probe, backend.backend)
+        follower = None
+        if built.followed is not None:
+            follower = SplitFollower(built.followed, log=self._log)
+        loop = self._loop(directory, attached, built, probe, backend.backend, follower)
         self._live.source = loop.stats
         if built.cache is not None:
-            self._live.cache_source = built.cache.counters
+            self._live.cache_source = _counters(built.cache, follower)
         client.set_busy(False)
         described = self._describe(directory, attached, built, backend, first_token_s, cpus)
         client.send(described)
@@ -270,6 +274,7 @@ class _Host:
         built: BuiltEngine,
         probe: TokenProbe,
         backend: str,
+        follower: SplitFollower | None,
     ) -> StepLoop:
         client = self._client
         return StepLoop(
@@ -298,6 +303,7 @@ class _Host:
                     log=self._log,
                 ),
                 beside=_pinning(built, self._log),
+                split=follower or NoSplit(),
             ),
         )
 
@@ -375,6 +381,13 @@ def _sleeper(built: BuiltEngine, probe: TokenProbe) -> ElasticSleeper | None:
     if built.cache is None or built.kv is None:
         return None
     return ElasticSleeper(built.cache, built.kv, built.scheduler, probe.run)
+
+
+def _counters(cache: CacheControl, follower: SplitFollower | None) -> Callable[[], CacheCounters]:
+    """The cache's, with how misses are split now."""
+    if follower is None:
+        return cache.counters
+    return lambda: replace(cache.counters(), split=follower.counters())
 
 
 def _pinning(built: BuiltEngine, log: EventLogger) -> Callable[[], bool]:

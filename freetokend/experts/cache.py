@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from freetokend.core.cache_stats import CacheCounters
+from freetokend.core.cache_stats import CacheCounters, CallTimes
 from freetokend.core.errors import InternalError
 from freetokend.device.arena import Arena
 from freetokend.device.copier import HostCopier
@@ -138,6 +138,11 @@ class ExpertCache:
         return self._dispatch.sweep
 
     @property
+    def experts_per_layer_count(self) -> int:
+        """The most that can be missing in a call."""
+        return self._experts_count
+
+    @property
     def slots_count(self) -> int:
         """Slots that exist."""
         return self._pool.slots_count
@@ -176,6 +181,10 @@ class ExpertCache:
         self._table_of_layer.copy_(
             torch.where(torch.tensor(by_table), _SPLIT_TABLE, _FILL_TABLE).to(torch.int32)
         )
+
+    def take_call_times(self) -> tuple[CallTimes, ...]:
+        """Of the decode calls with misses since this was asked last."""
+        return self._dispatch.take_call_times()
 
     def prefetch(self, moe_layer_index: int, *, wanted: torch.Tensor | None = None) -> None:
         """Start streaming a layer that a sweep will come to.

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final, assert_never
 
 from freetokend.api.link.v1 import link_pb2 as pb
-from freetokend.core.cache_stats import CacheCounters, LayerCounters
+from freetokend.core.cache_stats import Bandwidth, CacheCounters, LayerCounters, SplitCounters
 from freetokend.link.messages import (
     CacheDescription,
     CacheResized,
@@ -130,6 +130,7 @@ def encode_cache_stats(counters: CacheCounters) -> pb.CacheStats:
         fill_bytes=counters.fill_bytes,
         fill_busy_s=counters.fill_busy_s,
         streamed_count=counters.streamed_count,
+        split=None if counters.split is None else _encode_split(counters.split),
     )
 
 
@@ -157,6 +158,53 @@ def decode_cache_stats(stats: pb.CacheStats) -> CacheCounters:
         fill_bytes=stats.fill_bytes,
         fill_busy_s=stats.fill_busy_s,
         streamed_count=stats.streamed_count,
+        split=_decode_split(stats.split) if stats.HasField("split") else None,
+    )
+
+
+def _encode_split(split: SplitCounters) -> pb.SplitStats:
+    return pb.SplitStats(
+        branch=split.branch,
+        reason=split.reason,
+        bandwidths=[
+            pb.Bandwidth(
+                link=one.link,
+                beside=one.beside,
+                bytes_per_s=one.bytes_per_s,
+                source=one.source,
+                age_s=one.age_s,
+            )
+            for one in split.bandwidths
+        ],
+        fill_fixed_s=split.fill_fixed_s,
+        cpu_fixed_s=split.cpu_fixed_s,
+        regret_ratio=split.regret_ratio,
+        trials_count=split.trials_count,
+        fallbacks_count=split.fallbacks_count,
+        tables_count=split.tables_count,
+    )
+
+
+def _decode_split(split: pb.SplitStats) -> SplitCounters:
+    return SplitCounters(
+        branch=split.branch,
+        reason=split.reason,
+        bandwidths=tuple(
+            Bandwidth(
+                link=one.link,
+                beside=one.beside,
+                bytes_per_s=one.bytes_per_s,
+                source=one.source,
+                age_s=one.age_s,
+            )
+            for one in split.bandwidths
+        ),
+        fill_fixed_s=split.fill_fixed_s,
+        cpu_fixed_s=split.cpu_fixed_s,
+        regret_ratio=split.regret_ratio,
+        trials_count=split.trials_count,
+        fallbacks_count=split.fallbacks_count,
+        tables_count=split.tables_count,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from freetokend.core.cache_stats import LayerCounters
+from freetokend.core.cache_stats import CallTimes, LayerCounters
 from freetokend.native import _exec
 from freetokend.native.cache_plan import CacheArrays, CacheShape
 from freetokend.native.executor import faults
@@ -102,6 +102,23 @@ class CacheDispatch:
     def layer_counters(self) -> tuple[LayerCounters, ...]:
         """By MoE layer; from any thread."""
         return tuple(self._layer(index) for index in range(self._layers_count))
+
+    def take_call_times(self) -> tuple[CallTimes, ...]:
+        """Of the decode calls with misses since this was asked last; between steps."""
+        return tuple(
+            CallTimes(
+                bucket=bucket,
+                misses_count=misses,
+                fills_count=fills,
+                cpu_count=cpu,
+                fill_s=fill_s,
+                cpu_s=cpu_s,
+                layer_s=layer_s,
+            )
+            for _, bucket, misses, fills, cpu, fill_s, cpu_s, layer_s in (
+                self._native.take_call_times()
+            )
+        )
 
     @property
     def executions_count(self) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from freetokend.core.cache_stats import CallTimes
 from freetokend.policy.rate_estimate import StepSums
 from freetokend.policy.split_estimate import BranchTimes, SplitTimes
 
@@ -19,25 +19,6 @@ from freetokend.policy.split_estimate import BranchTimes, SplitTimes
 _MOST_RATIO: Final = 2.5
 # Of fewer calls the median says little.
 _LEAST_CALLS: Final = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallTimes:
-    """One layer's call that had misses. bucket: of `token_bucket`; cpu_count: experts that cpu_s
-    was spent on, which are more than the misses where the CPU computes hits too. The branches begin
-    together; layer_s is the end of both and what comes behind."""
-
-    bucket: int
-    misses_count: int
-    fills_count: int
-    cpu_count: int
-    fill_s: float
-    cpu_s: float
-    layer_s: float
-
-    @property
-    def is_split(self) -> bool:
-        return 0 < self.fills_count < self.misses_count
 
 
 def split_times(calls: Iterable[CallTimes]) -> tuple[SplitTimes, ...]:

@@ -211,8 +211,8 @@ def _followed(
     state: Following, calls: Sequence[SplitTimes], now_s: float, limits: FollowLimits
 ) -> Following:
     rates = estimated_rates(state.estimate)
-    if rates.problem():
-        return state  # no table can be made of them, and the one there is still holds
+    if not state.layers_count or rates.problem():
+        return state  # nobody goes by a table, or none can be made and the present one holds
     misses_capacity = len(state.table[0]) - 1
     changed = not _same(rates, state.table_rates)
     table = state.table

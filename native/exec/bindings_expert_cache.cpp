@@ -48,6 +48,16 @@ std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint
   return {counts.hits, counts.misses, counts.fills, counts.cpu, counts.evictions};
 }
 
+// (layer, bucket, misses, fills, cpu, fill_s, cpu_s, layer_s) of each.
+py::list take_call_times(ExpertCache& cache) {
+  py::list taken;
+  for (const CallTimes& one : cache.take_call_times()) {
+    taken.append(py::make_tuple(one.layer, one.bucket, one.misses, one.fills, one.cpu, one.fill_s,
+                                one.cpu_s, one.layer_s));
+  }
+  return taken;
+}
+
 std::unique_ptr<CpuBranch> make_branch(Executor& executor, const BankExperts& bank, Address x,
                                        Address ids, Address weights, Address tokens, Address y,
                                        std::size_t tokens_capacity, std::size_t top_k, Address ring,
@@ -107,6 +117,7 @@ void bind_expert_cache(py::module_& module) {
       .def("let_go", &ExpertCache::let_go, Release())
       .def("set_kept_count", &ExpertCache::set_kept_count, "kept_count"_a)
       .def("set_ahead_count", &ExpertCache::set_ahead_count, "ahead_count"_a)
+      .def("take_call_times", &take_call_times)
       .def("layer_counts", &layer_counts, "moe_layer_index"_a)
       .def_property_readonly("executions_count", &ExpertCache::executions_count)
       .def_property_readonly("streamed_count", &ExpertCache::streamed_count)

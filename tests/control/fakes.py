@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from freetokend.core import logs
-from freetokend.core.cache_stats import CacheCounters, LayerCounters
+from freetokend.core.cache_stats import Bandwidth, CacheCounters, LayerCounters, SplitCounters
 from freetokend.core.config import (
     EnvironmentFacts,
     ResolvedConfig,
@@ -100,6 +100,19 @@ CACHE = CacheCounters(
     fill_bytes=500 << 20,
     fill_busy_s=0.5,
     streamed_count=40,
+    split=SplitCounters(
+        branch="split",
+        bandwidths=(
+            Bandwidth(link="fill", beside=True, bytes_per_s=11e9, source="passive", age_s=0.5),
+            Bandwidth(link="cpu", beside=False, bytes_per_s=47e9, source="profile", age_s=90.0),
+        ),
+        fill_fixed_s=5e-6,
+        cpu_fixed_s=4e-6,
+        regret_ratio=0.01,
+        trials_count=9,
+        fallbacks_count=1,
+        tables_count=3,
+    ),
 )
 
 

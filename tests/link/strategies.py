@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from freetokend.core.cache_stats import CacheCounters, LayerCounters
+from freetokend.core.cache_stats import Bandwidth, CacheCounters, LayerCounters, SplitCounters
 from freetokend.core.errors import Reason
 from freetokend.link.messages import (
     CacheDescription,
@@ -119,6 +119,29 @@ counters = st.builds(
     fill_bytes=u64,
     fill_busy_s=numbers,
     streamed_count=u64,
+    split=st.none()
+    | st.builds(
+        SplitCounters,
+        branch=texts,
+        reason=texts,
+        bandwidths=st.lists(
+            st.builds(
+                Bandwidth,
+                link=texts,
+                beside=st.booleans(),
+                bytes_per_s=numbers,
+                source=texts,
+                age_s=numbers,
+            ),
+            max_size=4,
+        ).map(tuple),
+        fill_fixed_s=numbers,
+        cpu_fixed_s=numbers,
+        regret_ratio=numbers,
+        trials_count=u64,
+        fallbacks_count=u64,
+        tables_count=u64,
+    ),
 )
 cache_descriptions = st.builds(
     CacheDescription,

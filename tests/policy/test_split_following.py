@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from freetokend.core.cache_stats import CallTimes
 from freetokend.policy.backend_choice import LayerBranch
 from freetokend.policy.fill_table import FillRates, branch_ends_s, fill_row, fill_table, split_s
-from freetokend.policy.split_calls import CallTimes, split_times
+from freetokend.policy.split_calls import split_times
 from freetokend.policy.split_estimate import begin, estimated_rates, with_step
 from freetokend.policy.split_following import (
     LIMITS,

@@ -208,6 +208,48 @@ _CACHE: Final = (
     _counter("cache_streamed_experts_total", "Experts that prefill streamed.", "model"),
 )
 
+_SPLIT: Final = (
+    _gauge(
+        "split_bandwidth_bytes_per_second",
+        "What fills and the CPU reach now, each beside the other and alone, and how that is known.",
+        "model",
+        "link",
+        "company",
+        "source",
+        unit="bytes_per_second",
+    ),
+    _gauge(
+        "split_bandwidth_age_seconds",
+        "Time since that was told last.",
+        "model",
+        "link",
+        "company",
+        "source",
+        unit="seconds",
+    ),
+    _gauge(
+        "split_fixed_seconds",
+        "What a branch of a layer takes before its first expert.",
+        "model",
+        "link",
+        unit="seconds",
+    ),
+    _gauge(
+        "split_regret_ratio",
+        "What steps lately took longer than with the table that followed from them.",
+        "model",
+    ),
+    _gauge(
+        "split_branch",
+        "Where the misses of layers that are split go now; 1 for the one that holds.",
+        "model",
+        "branch",
+    ),
+    _counter("split_trials_total", "Calls of a layer that went another way, to compare.", "model"),
+    _counter("split_fallbacks_total", "How often the split lost and was given up.", "model"),
+    _counter("split_tables_total", "Tables of fills that followed the estimate.", "model"),
+)
+
 _MACHINE: Final = (
     _gauge("gpu_info", "The watched GPU; always 1.", "gpu", "name", "driver"),
     _gauge("gpu_lost", "1 while the GPU does not answer any more.", "gpu"),
@@ -289,7 +331,9 @@ _HTTP: Final = (
     ),
 )
 
-STATE_METRICS: Final[tuple[Metric, ...]] = (*_SERVICE, *_ENGINE, *_POOL, *_CACHE, *_MACHINE)
+STATE_METRICS: Final[tuple[Metric, ...]] = (
+    *(*_SERVICE, *_ENGINE, *_POOL, *_CACHE, *_SPLIT, *_MACHINE),
+)
 EVENT_METRICS: Final[tuple[Metric, ...]] = (*_REQUESTS, *_HTTP)
 CATALOGUE: Final[Mapping[str, Metric]] = MappingProxyType(
     {metric.name: metric for metric in (*STATE_METRICS, *EVENT_METRICS)}

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from freetokend.control.metrics.families import Families
 from freetokend.control.metrics.machine import add_machine
 from freetokend.control.state import ServiceState
+from freetokend.core.cache_stats import SplitCounters
 from freetokend.link.messages import EngineState
 from freetokend.policy.backend_choice import LayerBranch
 
@@ -153,3 +154,22 @@ def _cache(families: Families, state: ServiceState) -> None:
     families.add("cache_link_bytes_total", cache.fill_bytes, model)
     families.add("cache_link_busy_seconds_total", cache.fill_busy_s, model)
     families.add("cache_streamed_experts_total", cache.streamed_count, model)
+    if cache.split is not None:
+        _split(families, cache.split, model)
+
+
+def _split(families: Families, split: SplitCounters, model: str) -> None:
+    """Absent where no rates are followed."""
+    for one in split.bandwidths:
+        labels = (model, one.link, "beside" if one.beside else "alone", one.source)
+        families.add("split_bandwidth_bytes_per_second", one.bytes_per_s, *labels)
+        families.add("split_bandwidth_age_seconds", one.age_s, *labels)
+    families.add("split_fixed_seconds", split.fill_fixed_s, model, "fill")
+    families.add("split_fixed_seconds", split.cpu_fixed_s, model, "cpu")
+    families.add("split_regret_ratio", split.regret_ratio, model)
+    for branch in (LayerBranch.SPLIT, LayerBranch.FILL, LayerBranch.CPU):
+        if split.branch:
+            families.add("split_branch", split.branch == branch.value, model, branch.value)
+    families.add("split_trials_total", split.trials_count, model)
+    families.add("split_fallbacks_total", split.fallbacks_count, model)
+    families.add("split_tables_total", split.tables_count, model)

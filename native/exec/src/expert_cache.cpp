@@ -1,10 +1,21 @@
 #include "expert_cache.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "validate.h"
 
 namespace freetoken::exec {
+namespace {
+
+// Of call times that nobody has taken: the calls of many steps.
+constexpr std::size_t kMostCallTimes = 4096;
+
+double seconds(std::chrono::steady_clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
+}  // namespace
 
 ExpertCache::ExpertCache(const ExpertCacheSpec& spec, FillLink& link)
     : spec_(spec),
@@ -52,10 +63,13 @@ void ExpertCache::decode(Executor& executor, const RoutedTokens& routed) {
   for (std::size_t pair = 0; pair < pairs; ++pair) {
     if (pending_[pair] < 0) std::fill_n(partial + pair * routed.hidden, routed.hidden, 0.0F);
   }
-  bool first_round = true;
+  int rounds = 0;
+  Clock::time_point began;
+  Clock::time_point executed;
   while (plan(routed)) {
-    count_plan(layers_[routed.moe_layer_index], first_round);
-    first_round = false;
+    count_plan(layers_[routed.moe_layer_index], rounds == 0);
+    ++rounds;
+    began = Clock::now();
     std::uint64_t ticket = 0;
     if (fills_count_ > 0) {
       ticket = link_.submit(fills_.data(), static_cast<std::size_t>(fills_count_),
@@ -64,6 +78,7 @@ void ExpertCache::decode(Executor& executor, const RoutedTokens& routed) {
     try {
       place(routed.moe_layer_index);
       run(executor, routed, now_.data());
+      executed = Clock::now();
     } catch (...) {
       if (fills_count_ > 0) link_.wait(ticket);  // the slots are said to hold these experts
       throw;
@@ -72,8 +87,32 @@ void ExpertCache::decode(Executor& executor, const RoutedTokens& routed) {
     link_.wait(ticket);
     run(executor, routed, later_.data());
   }
+  if (rounds == 1 && stats_.misses > 0) note_times(routed, began, executed);
   executor.merge(partial, routed.out, routed.tokens, routed.top_k, routed.hidden);
   executions_count_.fetch_add(pairs);
+}
+
+// Of a call of one round, whose branches have both ended.
+void ExpertCache::note_times(const RoutedTokens& routed, Clock::time_point began,
+                             Clock::time_point executed) {
+  if (call_times_.size() >= kMostCallTimes) return;
+  const std::int64_t distinct = stats_.hits + stats_.misses;
+  const auto per_expert = static_cast<std::uint64_t>((stats_.pairs + distinct - 1) / distinct);
+  const bool filled = stats_.fills > 0;
+  call_times_.push_back({.layer = static_cast<std::int32_t>(routed.moe_layer_index),
+                         .bucket = static_cast<std::int32_t>(std::bit_width(per_expert - 1)),
+                         .misses = static_cast<std::int32_t>(stats_.misses),
+                         .fills = static_cast<std::int32_t>(stats_.fills),
+                         .cpu = static_cast<std::int32_t>(distinct - stats_.fills),
+                         .fill_s = filled ? seconds(link_.urgent_ended_at() - began) : 0.0,
+                         .cpu_s = seconds(executed - began),
+                         .layer_s = seconds(Clock::now() - began)});
+}
+
+std::vector<CallTimes> ExpertCache::take_call_times() {
+  std::vector<CallTimes> taken;
+  taken.swap(call_times_);
+  return taken;
 }
 
 // Plans what is pending; false when nothing is.

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -34,6 +35,13 @@ struct LayerCounts {
   std::uint64_t hits, misses, fills, cpu, evictions;
 };
 
+// What a decode call that had misses took; see policy/split_calls.py. Experts are distinct ones;
+// cpu: those executed while fills were on their way, hits among them.
+struct CallTimes {
+  std::int32_t layer, bucket, misses, fills, cpu;
+  double fill_s, cpu_s, layer_s;
+};
+
 // One step at a time, but the counts, which any thread may ask for.
 class ExpertCache {
  public:
@@ -55,6 +63,10 @@ class ExpertCache {
   // Ends what is being streamed and lets go of its slots; a sweep that goes on takes new ones.
   void let_go();
 
+  // Of the calls since this was asked last, in the order of time; calls that took several rounds
+  // are not among them, and of more than can be kept the later ones are not. Between steps.
+  [[nodiscard]] std::vector<CallTimes> take_call_times();
+
   [[nodiscard]] LayerCounts layer_counts(std::size_t moe_layer_index) const;
   // (token, expert) pairs so far.
   [[nodiscard]] std::uint64_t executions_count() const { return executions_count_.load(); }
@@ -64,6 +76,7 @@ class ExpertCache {
   [[nodiscard]] std::int64_t gained_count() const { return gained_count_.load(); }
 
  private:
+  using Clock = std::chrono::steady_clock;
   enum Count : std::size_t { kHits, kMisses, kFills, kCpu, kEvictions, kCounts };
   struct Layer {
     std::array<std::atomic<std::uint64_t>, kCounts> counts{};
@@ -74,6 +87,7 @@ class ExpertCache {
 
   void check(const RoutedTokens& routed) const;
   bool plan(const RoutedTokens& routed);
+  void note_times(const RoutedTokens& routed, Clock::time_point began, Clock::time_point executed);
   void count_plan(Layer& layer, bool first_round);
   void run(Executor& executor, const RoutedTokens& routed, const std::int32_t* ids);
   void hold(std::size_t moe_layer_index, const std::int32_t* wanted);
@@ -101,6 +115,7 @@ class ExpertCache {
   std::int32_t fills_count_ = 0;
   std::int32_t cpu_count_ = 0;
   CacheStats stats_{};
+  std::vector<CallTimes> call_times_;
   std::atomic<std::uint64_t> executions_count_{0};
   std::atomic<std::uint64_t> streamed_count_{0};
   std::atomic<std::int64_t> gained_count_{0};

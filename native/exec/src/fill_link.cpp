@@ -130,6 +130,11 @@ FillTotals FillLink::totals() const {
   return totals_;
 }
 
+std::chrono::steady_clock::time_point FillLink::urgent_ended_at() const {
+  const std::lock_guard lock(mutex_);
+  return urgent_ended_at_;
+}
+
 void FillLink::set_rate_bytes_per_s(double rate_bytes_per_s) {
   rate_bytes_per_s_.store(checked_rate(rate_bytes_per_s));
 }
@@ -195,6 +200,7 @@ void FillLink::finish_record(std::deque<Job>& lane) {
     totals_.busy_s += std::chrono::duration<double>(now - started).count();
     job_done = ++job.copied_count == job.fills.size();
     if (job_done) {
+      if (&lane == &urgent_) urgent_ended_at_ = now;
       open_.erase(job.ticket);
       lane.pop_front();
       // A link that was slower than its rate within a list may catch up there, not in the next.

@@ -60,6 +60,8 @@ class FillLink {
   void stop();
 
   [[nodiscard]] FillTotals totals() const;
+  // When the last urgent submission that ended was in its slots.
+  [[nodiscard]] std::chrono::steady_clock::time_point urgent_ended_at() const;
   [[nodiscard]] double rate_bytes_per_s() const { return rate_bytes_per_s_.load(); }
   // Holds from the next record on.
   void set_rate_bytes_per_s(double rate_bytes_per_s);
@@ -94,6 +96,7 @@ class FillLink {
   std::uint64_t submitted_count_ = 0;
   std::set<std::uint64_t> open_;  // tickets that are not done
   FillTotals totals_;
+  Clock::time_point urgent_ended_at_{};
   // Of the thread alone: when the link may carry the next record at its rate, and when it ended
   // with the last one.
   Clock::time_point due_;

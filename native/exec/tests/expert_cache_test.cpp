@@ -235,6 +235,30 @@ TEST(ExpertCache, OnlyWhatIsKnownAheadIsStreamed) {
   EXPECT_EQ(cached.cache().streamed_count(), 2U);
 }
 
+TEST(ExpertCache, TellsWhatTheBranchesOfACallTook) {
+  Executor executor({0, 1}, std::chrono::microseconds(50), "auto");
+  Cached cached({.fills_of_misses = 2, .slots_count = 4, .rate_bytes_per_s = 2e6});
+  cached.expect_same(executor, 1, {0, 1, 2, 3, 4, -1}, false);
+  cached.set_fillable(2, false);
+  cached.expect_same(executor, 2, {0, 1}, false);
+  cached.expect_same(executor, 0, {-1, -1}, false);
+  const std::vector<CallTimes> taken = cached.cache().take_call_times();
+  ASSERT_EQ(taken.size(), 2U);  // the last call had no misses
+  EXPECT_EQ(taken[0].layer, 1);
+  EXPECT_EQ(taken[0].bucket, 0);
+  EXPECT_EQ(taken[0].misses, 5);
+  EXPECT_EQ(taken[0].fills, 2);
+  EXPECT_EQ(taken[0].cpu, 3);
+  // two records at the link's rate
+  EXPECT_GE(taken[0].fill_s, 2 * 4096 / 2e6);
+  EXPECT_GT(taken[0].cpu_s, 0.0);
+  EXPECT_GE(taken[0].layer_s, taken[0].fill_s);
+  EXPECT_EQ(taken[1].fills, 0);
+  EXPECT_EQ(taken[1].fill_s, 0.0);
+  EXPECT_GE(taken[1].layer_s, taken[1].cpu_s);
+  EXPECT_TRUE(cached.cache().take_call_times().empty());
+}
+
 TEST(ExpertCache, RefusesWhatDoesNotExist) {
   Executor executor({0, 1}, std::chrono::microseconds(50), "auto");
   Cached cached({});
