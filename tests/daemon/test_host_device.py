@@ -134,6 +134,7 @@ async def check_figures(
         ("cache_streamed_experts_total", "streamed_count"),
     ):
         assert await metric(http, name) == second[key], name
+    await check_split(http)
     status = await ctl_json(running, "status")
     assert status["cache"]["slots_count"] == SLOTS
     assert status["device"]["backend"] == "hybrid"
@@ -145,6 +146,24 @@ async def check_figures(
     verified = await ctl_json(running, "verify-cache")
     assert verified["compared_count"] == second["resident_count"]
     assert verified["differences"] == []
+
+
+async def check_split(http: httpx.AsyncClient) -> None:
+    """The rates that steps have told, and where the misses go."""
+    text = (await http.get("/metrics")).text
+    told = re.findall(
+        r'^freetoken_split_bandwidth_bytes_per_second{company="(\w+)",link="(\w+)",.*,'
+        r'source="(\w+)"} (\S+)$',
+        text,
+        re.MULTILINE,
+    )
+    assert {(company, link) for company, link, _, _ in told} == {
+        (company, link) for company in ("beside", "alone") for link in ("fill", "cpu")
+    }
+    assert {source for _, _, source, _ in told} == {"passive"}
+    assert all(float(rate) > 0 for _, _, _, rate in told)
+    assert await metric(http, "split_branch") == 1
+    assert await metric(http, "split_trials_total") > 0
 
 
 async def test_a_killed_engine_comes_back_with_its_cache(model_dir: Path) -> None:
