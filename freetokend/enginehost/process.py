@@ -235,9 +235,7 @@ class _Host:
         self._tell(LoadStage.WARM_UP)
         probe = TokenProbe(built.engine, built.allocator, built.facts.bos_token_id or 0)
         first_token_s = probe.run()
-        follower = None
-        if built.followed is not None:
-            follower = SplitFollower(built.followed, log=self._log)
+        follower = _follower(built, self._log)
         loop = self._loop(directory, attached, built, probe, backend.backend, follower)
         self._live.source = loop.stats
         if built.cache is not None:
@@ -381,6 +379,10 @@ def _sleeper(built: BuiltEngine, probe: TokenProbe) -> ElasticSleeper | None:
     if built.cache is None or built.kv is None:
         return None
     return ElasticSleeper(built.cache, built.kv, built.scheduler, probe.run)
+
+
+def _follower(built: BuiltEngine, log: EventLogger) -> SplitFollower | None:
+    return None if built.followed is None else SplitFollower(built.followed, log=log)
 
 
 def _counters(cache: CacheControl, follower: SplitFollower | None) -> Callable[[], CacheCounters]:
