@@ -35,7 +35,7 @@ UNITLESS = {"pid", "link_version", "generation", "seed", "token_ids"}
 UNITLESS |= {"prompt_token_ids", "stop_token_ids", "temperature", "top_p", "top_k", "min_p"}
 UNITLESS |= {"bytes_per_expert"}  # its unit leads
 UNITLESS |= {"link_generation", "link_generation_max"}  # versions of PCIe
-UNITLESS |= {"cpus"}  # numbers of CPUs, as the kernel has them
+UNITLESS |= {"cpus", "pids"}  # numbers of CPUs and processes, as the kernel has them
 
 # Paths of SourceCodeInfo: field numbers of descriptor.proto.
 MESSAGE, ENUM, SERVICE = 4, 5, 6

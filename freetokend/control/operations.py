@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from freetokend.control.traces import Recording
-from freetokend.link.messages import CacheVerified
+from freetokend.link.messages import CacheResized, CacheVerified, SizeCommand
 from freetokend.link.trace_messages import TraceStarted
 
 
@@ -22,6 +22,11 @@ class ServiceOperations(Protocol):
 
     def request_stop(self, *, drain: bool) -> None:
         """Begin to stop the daemon, with or without a drain; returns at once."""
+        ...
+
+    async def resize_engine(self, command: SizeCommand) -> CacheResized:
+        """Send the engine a command of a generation, and wait for its answer, whatever that says.
+        Raises `UnavailableError` when none comes."""
         ...
 
     async def verify_cache(self) -> CacheVerified:

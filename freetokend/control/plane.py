@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.api.control.v1 import control_pb2_grpc as pb_grpc
+from freetokend.control.elastic import ElasticLoop, Surroundings, Wants
 from freetokend.control.errors import ErrorInterceptor
 from freetokend.control.metrics import Metrics
 from freetokend.control.metrics.meters import MeteredGateway
@@ -68,6 +69,17 @@ class ControlPlane:
             lambda: probe_query(gateway.snapshot(), config.control.gpu),
             tick_s=config.control.tick_s,
             changed=self._machine_changed,
+            looked=self._machine_looked,
+        )
+        self.elastic = ElasticLoop(
+            Surroundings(
+                snapshot=gateway.snapshot,
+                machine=self.machine.newest,
+                port=operations,
+                meter=self.metrics.resizes,
+            ),
+            Wants(config),
+            tick_s=config.control.tick_s,
         )
         self.state = StateKeeper(
             gateway=gateway,
@@ -77,9 +89,10 @@ class ControlPlane:
             totals=self.metrics.totals,
             machine=self.machine.newest,
         )
+        self.state.follow_elastic(self.elastic.status)
         self.metrics.follow(self.state.state)
-        self._monitor = MonitorService(self.state, config, version)
-        self._admin = AdminService(self.state, operations, config)
+        self._monitor = MonitorService(self.state, config, version, self.elastic)
+        self._admin = AdminService(self.state, operations, config, self.elastic)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # missing in its stubs
         self._admin_place, self._monitor_place = _places(config)
         self._servers: list[grpc.aio.Server] = []
@@ -108,6 +121,7 @@ class ControlPlane:
             asyncio.create_task(self.state.run(), name="control-state"),
             asyncio.create_task(self._follow_health(), name="control-health"),
             asyncio.create_task(self.machine.run(), name="control-machine"),
+            asyncio.create_task(self.elastic.run(), name="control-elastic"),
         ]
         _log.info(
             "control-listening",
@@ -150,6 +164,9 @@ class ControlPlane:
     def _machine_changed(self) -> None:
         self.state.touch()
 
+    def _machine_looked(self) -> None:
+        self.elastic.poke()
+
     async def _follow_health(self) -> None:
         generation = 0
         while True:
@@ -190,7 +207,8 @@ def _places(config: ResolvedConfig) -> tuple[SocketPlace, SocketPlace]:
 
 def check_control(config: ResolvedConfig) -> None:
     """Make the directories of the sockets and raise the `ConfigError` with which `serve_control`
-    would refuse them or the group."""
+    would refuse them, the group, or the rules of the elastic memory."""
+    Wants(config)
     for place in _places(config):
         prepare_directory(os.path.dirname(place.path))
         place.check()

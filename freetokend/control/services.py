@@ -12,7 +12,15 @@ import grpc.aio
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.api.control.v1 import control_pb2_grpc as pb_grpc
 from freetokend.control.cache import cache_response, verify_response
+from freetokend.control.checks import check_range
 from freetokend.control.config_values import config_values
+from freetokend.control.elastic import ElasticLoop, HandResizes
+from freetokend.control.elastic_messages import (
+    asked_of,
+    event_message,
+    hold_status,
+    resize_response,
+)
 from freetokend.control.operations import ServiceOperations
 from freetokend.control.state import StateKeeper
 from freetokend.control.status import status_message
@@ -27,6 +35,8 @@ _INTERVAL_RANGE_S: Final = (0.1, 3600.0)
 _SPACING_S: Final = 0.1
 _DRAIN_RANGE_S: Final = (0.0, 3600.0)
 _TRACE_RANGE_S: Final = (0.0, 7 * 86400.0)
+_HOLD_RANGE_BYTES: Final = (1, 1 << 44)
+_REASON_LIMIT: Final = 200
 
 _log = logs.logger(__name__)
 
@@ -36,8 +46,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class MonitorService(pb_grpc.MonitorServicer):
     """Read-only: answers from the keeper's present state and the resolved configuration."""
 
-    def __init__(self, keeper: StateKeeper, config: ResolvedConfig, version: str) -> None:
+    def __init__(
+        self, keeper: StateKeeper, config: ResolvedConfig, version: str, elastic: ElasticLoop
+    ) -> None:
         self._keeper = keeper
+        self._elastic = elastic
         self._config = config
         self._version = version
 
@@ -52,7 +65,7 @@ class MonitorService(pb_grpc.MonitorServicer):
     ) -> AsyncIterator[pb.WatchStatusResponse]:
         """The state now, then after every change and at least every `interval_s`."""
         interval_s = request.interval_s or _DEFAULT_INTERVAL_S
-        _check_range("interval_s", interval_s, _INTERVAL_RANGE_S)
+        check_range("interval_s", interval_s, _INTERVAL_RANGE_S)
         while True:
             state = self._keeper.state()
             yield pb.WatchStatusResponse(status=status_message(state))
@@ -80,14 +93,41 @@ class MonitorService(pb_grpc.MonitorServicer):
         """The expert cache, or why there is none."""
         return cache_response(self._keeper.state())
 
+    async def WatchEvents(  # noqa: N802 - the name is the protocol's
+        self, request: pb.WatchEventsRequest, context: Context
+    ) -> AsyncIterator[pb.WatchEventsResponse]:
+        """What is kept, then what comes."""
+        events = self._elastic.events
+        told = request.after_index if request.after_index <= events.newest_id else 0
+        while True:
+            for event in events.after(told):
+                told = event.event_id
+                yield pb.WatchEventsResponse(event=event_message(event))
+            if not request.follow:
+                return
+            await events.changed(told)
+
+    async def ListHolds(  # noqa: N802 - the name is the protocol's
+        self, request: pb.ListHoldsRequest, context: Context
+    ) -> pb.ListHoldsResponse:
+        """The holds that stand."""
+        holds = self._elastic.wants.holds
+        return pb.ListHoldsResponse(holds=[hold_status(hold) for hold in holds])
+
 
 class AdminService(pb_grpc.AdminServicer):
     """Changing: checks the arguments, then passes on to the daemon's operations."""
 
     def __init__(
-        self, keeper: StateKeeper, operations: ServiceOperations, config: ResolvedConfig
+        self,
+        keeper: StateKeeper,
+        operations: ServiceOperations,
+        config: ResolvedConfig,
+        elastic: ElasticLoop,
     ) -> None:
         self._keeper = keeper
+        self._elastic = elastic
+        self._resizes = HandResizes(elastic)
         self._operations = operations
         self._config = config
 
@@ -96,7 +136,7 @@ class AdminService(pb_grpc.AdminServicer):
     ) -> pb.DrainResponse:
         """Waits for the drain; a caller that goes away leaves the drain in force."""
         timeout_s = request.timeout_s or self._config.service.drain_timeout_s
-        _check_range("timeout_s", timeout_s, _DRAIN_RANGE_S)
+        check_range("timeout_s", timeout_s, _DRAIN_RANGE_S)
         _log.info("drain-requested", timeout_s=timeout_s)
         running_count = await self._operations.drain(timeout_s)
         return pb.DrainResponse(drained=running_count == 0, running_count=running_count)
@@ -137,7 +177,7 @@ class AdminService(pb_grpc.AdminServicer):
         self, request: pb.RecordTraceRequest, context: Context
     ) -> AsyncIterator[pb.RecordTraceResponse]:
         """Records until a limit is reached or the caller goes."""
-        _check_range("duration_s", request.duration_s, _TRACE_RANGE_S)
+        check_range("duration_s", request.duration_s, _TRACE_RANGE_S)
         started, recording = await self._operations.record_trace()
         # However the call ends: the generator of a caller that has gone may be finished late.
         context.add_done_callback(lambda _: recording.close())  # type: ignore[arg-type] # its stubs ask for an instance of their own class
@@ -147,10 +187,49 @@ class AdminService(pb_grpc.AdminServicer):
         ):
             yield response
 
+    async def Resize(  # noqa: N802 - the name is the protocol's
+        self, request: pb.ResizeRequest, context: Context
+    ) -> pb.ResizeResponse:
+        """Waits for the decision, or for its end."""
+        asked = asked_of(request)
+        resized = await self._resizes.resize(asked, wait=request.wait)
+        return resize_response(resized)
 
-def _check_range(param: str, value: float, limits: tuple[float, float]) -> None:
-    low, high = limits
-    if not low <= value <= high:
-        raise InvalidInputError(
-            f"{param} = {value:g} is out of range; it must be from {low:g} to {high:g}", param=param
-        )
+    async def Sleep(  # noqa: N802 - the name is the protocol's
+        self, request: pb.SleepRequest, context: Context
+    ) -> pb.SleepResponse:
+        """Waits until the engine sleeps, or long enough."""
+        asleep = await self._resizes.sleep()
+        return pb.SleepResponse(asleep=asleep, reason=self._elastic.state.standing.text)
+
+    async def Wake(  # noqa: N802 - the name is the protocol's
+        self, request: pb.WakeRequest, context: Context
+    ) -> pb.WakeResponse:
+        """Waits until the engine is awake, or was refused."""
+        awake = await self._resizes.wake()
+        return pb.WakeResponse(awake=awake, reason=self._elastic.state.standing.text)
+
+    async def Hold(  # noqa: N802 - the name is the protocol's
+        self, request: pb.HoldRequest, context: Context
+    ) -> AsyncIterator[pb.HoldResponse]:
+        """Holds until the caller goes."""
+        check_range("vram_bytes", request.vram_bytes, _HOLD_RANGE_BYTES)
+        reason = " ".join(request.reason.split())
+        if not reason or len(reason) > _REASON_LIMIT:
+            raise InvalidInputError(
+                f"reason has {len(reason)} characters; it must have from 1 to {_REASON_LIMIT}",
+                param="reason",
+            )
+        elastic = self._elastic
+        held = elastic.hold(request.vram_bytes, reason, frozenset(request.pids))
+        # However the call ends: the generator of a caller that has gone may be finished late.
+        context.add_done_callback(lambda _: elastic.release(held.hold_id))  # type: ignore[arg-type] # its stubs ask for an instance of their own class
+        told: bool | None = None
+        while True:
+            granted = elastic.leaves_what_is_held()
+            if granted is not told:
+                told = granted
+                yield pb.HoldResponse(
+                    hold=hold_status(held), granted=granted, reason=elastic.state.standing.text
+                )
+            await elastic.next_tick()

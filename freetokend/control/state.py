@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from freetokend.control.elastic.status import ElasticStatus
 from freetokend.control.probes import MachineReadings
 from freetokend.control.rates import RateWindow, TokenRates
 from freetokend.core import logs
@@ -64,6 +65,7 @@ class ServiceState:
     rates: TokenRates
     requests: RequestTotals
     machine: MachineReadings
+    elastic: ElasticStatus
     http_address: str
     log_level: str
     generation: int
@@ -94,6 +96,7 @@ class StateKeeper:
         self._pid = pid
         self._totals = totals
         self._machine = machine
+        self._elastic: Callable[[], ElasticStatus] = ElasticStatus
         self._clock = clock
         self._wall_clock = wall_clock
         self._started_s = clock()
@@ -109,6 +112,10 @@ class StateKeeper:
         """The URL at which HTTP now listens."""
         self._http_address = address
         self.touch()
+
+    def follow_elastic(self, status: Callable[[], ElasticStatus]) -> None:
+        """Show what the controller says of itself."""
+        self._elastic = status
 
     def touch(self) -> None:
         """Something that the state shows has changed: wake the watchers."""
@@ -163,6 +170,7 @@ class StateKeeper:
             rates=self._window.rates(now_s),
             requests=self._totals(),
             machine=self._machine(),
+            elastic=self._elastic(),
             http_address=self._http_address,
             log_level=logs.log_level(),
             generation=self._generation,

@@ -6,6 +6,7 @@ from typing import Final
 
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.control.cache import cache_summary, device_status
+from freetokend.control.elastic_messages import elastic_status
 from freetokend.control.machine import machine_status
 from freetokend.control.state import RaisedWarning, ServiceState
 from freetokend.link.messages import EngineDescription, EngineState
@@ -46,6 +47,7 @@ def status_message(state: ServiceState) -> pb.Status:
         log_level=state.log_level,
         generation=state.generation,
         machine=machine_status(state.machine, state.now_s),
+        elastic=elastic_status(state.elastic, state.now_s),
     )
     description = state.snapshot.description
     if description is not None:

@@ -33,7 +33,13 @@ from freetokend.link.control_side import (
     PoolHandover,
     TraceRecording,
 )
-from freetokend.link.messages import CacheVerified, EngineSettings, EngineState
+from freetokend.link.messages import (
+    CacheResized,
+    CacheVerified,
+    EngineSettings,
+    EngineState,
+    SizeCommand,
+)
 from freetokend.link.trace_messages import TraceStarted
 from freetokend.native.pool import PoolFile, create_pool_file
 from freetokend.policy.restart import RestartBudget
@@ -108,6 +114,10 @@ class Service:
     def resume(self) -> None:
         """See `ServiceOperations`."""
         self._engine().resume()
+
+    async def resize_engine(self, command: SizeCommand) -> CacheResized:
+        """See `ServiceOperations`."""
+        return await self._engine().carry_out(command)
 
     async def verify_cache(self) -> CacheVerified:
         """See `ServiceOperations`."""

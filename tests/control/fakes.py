@@ -22,6 +22,7 @@ from freetokend.core.config import (
 from freetokend.core.errors import FreetokenError
 from freetokend.link.messages import (
     CacheDescription,
+    CacheResized,
     CacheVerified,
     EngineDescription,
     EngineSnapshot,
@@ -29,10 +30,16 @@ from freetokend.link.messages import (
     EngineStats,
     GenerateRequest,
     LayerRun,
+    ResizeCache,
+    ResizeOutcome,
     SequenceUpdate,
+    SizeCommand,
+    SleepEngine,
+    WakeEngine,
 )
 from freetokend.link.trace_messages import RoutedRows, TracedStep, TraceEnded, TraceStarted
 from freetokend.policy.backend_choice import LayerBranch
+from freetokend.policy.vram_budget import VramFacts
 
 DESCRIPTION = EngineDescription(
     model="demo",
@@ -65,6 +72,26 @@ DESCRIPTION = EngineDescription(
 PINNED = EngineStats(pool_pinned_bytes=10 << 30, pool_bytes=10 << 30, pin_done=True)
 
 
+MEMORY = VramFacts(
+    free_bytes=None,
+    own_bytes=0,
+    dense_bytes=1 << 30,
+    workspace_bytes=256 << 20,
+    state_bytes=0,
+    graph_bytes=0,
+    record_bytes=5 << 20,
+    experts_count=24,
+    experts_per_layer_count=8,
+    top_k=2,
+    kv_page_bytes=1 << 20,
+    kv_page_tokens=32,
+    model_context_tokens=32768,
+    max_running_count=64,
+    on_host=True,
+    cushion_bytes=0,
+)
+
+
 # Of an engine with a cache, which the fake gateway's is not until a test sets these.
 CACHED = replace(
     DESCRIPTION,
@@ -82,6 +109,7 @@ CACHED = replace(
         ),
         fill_rate_source="measured at the start",
     ),
+    memory=MEMORY,
 )
 CACHE = CacheCounters(
     slots_count=12,
@@ -113,6 +141,12 @@ CACHE = CacheCounters(
         fallbacks_count=1,
         tables_count=3,
     ),
+)
+
+GRANULE = 2 << 20
+# As a heartbeat tells them of an engine that is CACHED.
+CACHED_STATS = replace(
+    PINNED, kv_pages_total_count=1024, kv_pages_capacity_count=2048, kv_bytes=1 << 30
 )
 
 
@@ -228,6 +262,11 @@ class FakeOperations:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
+        self.commands: list[SizeCommand] = []
+        self.sizes = (CACHE.slots_count, CACHED_STATS.kv_pages_total_count)
+        self.command_error: FreetokenError | None = None
+        self.outcome = ResizeOutcome.DONE
+        self.note = ""
         self.still_running_count = 0
         self.error: Exception | None = None
         self.verified = CacheVerified(request_id="v", compared_count=10, compared_bytes=1 << 20)
@@ -253,6 +292,34 @@ class FakeOperations:
     def request_stop(self, *, drain: bool) -> None:
         self.calls.append(("stop", drain))
         self.stop_requested.set()
+
+    async def resize_engine(self, command: SizeCommand) -> CacheResized:
+        """Does it at once, unless `outcome` says otherwise; `command_error` is raised instead."""
+        self.commands.append(command)
+        if self.command_error is not None:
+            raise self.command_error
+        if self.outcome in (ResizeOutcome.DONE, ResizeOutcome.UNCHANGED):
+            match command:
+                case ResizeCache() | WakeEngine():
+                    pages_count = command.kv_pages_count
+                    self.sizes = (
+                        command.slots_count,
+                        self.sizes[1] if pages_count is None else pages_count,
+                    )
+                case SleepEngine():
+                    self.sizes = (0, 0)
+        slots_count, pages_count = self.sizes
+        return CacheResized(
+            generation=command.generation,
+            outcome=self.outcome,
+            slots_count=slots_count,
+            committed_bytes=-(-slots_count * CACHE.slot_bytes // GRANULE) * GRANULE,
+            kv_pages_count=pages_count,
+            kv_bytes=pages_count * MEMORY.kv_page_bytes,
+            stall_s=0.0125,
+            safe_point_wait_s=0.25,
+            note=self.note,
+        )
 
     async def verify_cache(self) -> CacheVerified:
         self.calls.append(("verify-cache", None))

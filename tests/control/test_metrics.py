@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from freetokend.control import ControlPlane
+from freetokend.control.elastic import Asked, HandResizes
 from freetokend.control.metrics import Metrics
 from freetokend.control.metrics.catalogue import CATALOGUE, PREFIX, Kind, metric
 from freetokend.core.errors import FreetokenError, Reason, UnavailableError
@@ -23,7 +25,7 @@ from freetokend.link.messages import (
     Sampling,
     SequenceUpdate,
 )
-from tests.control.fakes import CACHE, CACHED, DESCRIPTION, FakeGateway, config
+from tests.control.fakes import CACHE, CACHED, CACHED_STATS, DESCRIPTION, FakeGateway, config
 from tests.fakes.nvml import GIB, FakeGpu
 from tests.fakes.probes import ScriptedGpu, ScriptedHost
 from tests.fakes.readings import BUSY_GPU, fill_machine
@@ -88,7 +90,12 @@ async def fully_used(
         load=LoadProgress(stage="warm_up", done_bytes=5, total_bytes=9),
         description=CACHED,
         cache=CACHE,
+        stats=CACHED_STATS,
     )
+    plane.elastic.tick()  # a card is looked at again once an engine is there
+    gpu.now_s = time.monotonic()
+    await plane.machine.look()
+    await HandResizes(plane.elastic).resize(Asked(slots_count=20), wait=True)
     gateway.answer = [
         SequenceUpdate(request_id="r", token_ids=(1,)),
         SequenceUpdate(

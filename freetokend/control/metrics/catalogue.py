@@ -53,6 +53,7 @@ def _seconds_histogram(name: str, help: str, buckets: tuple[float, ...], *labels
 _REQUEST_BUCKETS_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _FIRST_TOKEN_BUCKETS_S: Final = (0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 180.0)
 _TOKEN_BUCKETS_S: Final = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0)
+_STALL_BUCKETS_S: Final = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 _SERVICE: Final = (
     _gauge("build_info", "Version of the running daemon; always 1.", "version"),
@@ -288,6 +289,64 @@ _MACHINE: Final = (
     _gauge("machine_age_seconds", "Time since the last look at the machine.", unit="seconds"),
 )
 
+_ELASTIC: Final = (
+    _gauge("elastic_enabled", "1 if the cache follows the card by itself.", "model"),
+    _gauge(
+        "elastic_budget_bytes",
+        "What slots and KV may take of the card now; absent while that is not known.",
+        "model",
+        unit="bytes",
+    ),
+    _gauge(
+        "elastic_required_free_bytes",
+        "What others are left of the card: cushion, rules, windows and holds.",
+        "model",
+        unit="bytes",
+    ),
+    _gauge(
+        "elastic_target_bytes", "What slots and KV are to take of the card.", "model", unit="bytes"
+    ),
+    _gauge("elastic_actual_bytes", "What slots and KV take of the card.", "model", unit="bytes"),
+    _gauge("elastic_reason", "1 for the reason why things are as they are.", "model", "reason"),
+    _gauge("elastic_holds", "Holds that stand.", "model"),
+    _gauge("elastic_held_bytes", "What the holds are for, together.", "model", unit="bytes"),
+    _gauge(
+        "elastic_tick_age_seconds",
+        "Time since the controller last looked.",
+        "model",
+        unit="seconds",
+    ),
+    _counter("elastic_events_total", "Events of the memory, by kind.", "model", "kind"),
+)
+
+_RESIZES: Final = (
+    _counter(
+        "resizes_total",
+        "Answered resizes of the engine's memory, by what they were for and how they ended.",
+        "model",
+        "trigger",
+        "result",
+    ),
+    _seconds_histogram(
+        "resize_stall_seconds",
+        "How long no step was computed for a resize that was done.",
+        _STALL_BUCKETS_S,
+        "model",
+    ),
+    _seconds_histogram(
+        "resize_safe_point_wait_seconds",
+        "How long a resize that was done waited for the step before it.",
+        _STALL_BUCKETS_S,
+        "model",
+    ),
+    _seconds_histogram(
+        "resize_answer_seconds",
+        "From the decision to resize until the engine had done it.",
+        _STALL_BUCKETS_S,
+        "model",
+    ),
+)
+
 _REQUESTS: Final = (
     _counter(
         "requests_finished_total",
@@ -332,9 +391,9 @@ _HTTP: Final = (
 )
 
 STATE_METRICS: Final[tuple[Metric, ...]] = (
-    *(*_SERVICE, *_ENGINE, *_POOL, *_CACHE, *_SPLIT, *_MACHINE),
+    *(*_SERVICE, *_ENGINE, *_POOL, *_CACHE, *_SPLIT, *_MACHINE, *_ELASTIC),
 )
-EVENT_METRICS: Final[tuple[Metric, ...]] = (*_REQUESTS, *_HTTP)
+EVENT_METRICS: Final[tuple[Metric, ...]] = (*_RESIZES, *_REQUESTS, *_HTTP)
 CATALOGUE: Final[Mapping[str, Metric]] = MappingProxyType(
     {metric.name: metric for metric in (*STATE_METRICS, *EVENT_METRICS)}
 )

@@ -9,6 +9,7 @@ from typing import Final
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from freetokend.control.metrics.elastic import add_elastic
 from freetokend.control.metrics.families import Families
 from freetokend.control.metrics.machine import add_machine
 from freetokend.control.state import ServiceState
@@ -49,6 +50,7 @@ class StateCollector(Collector):
         _described(families, state)
         _cache(families, state)
         add_machine(families, state.machine, state.now_s)
+        add_elastic(families, state.elastic, state.now_s, state.snapshot.model)
         return families.all()
 
     def _service(self, families: Families, state: ServiceState) -> None:

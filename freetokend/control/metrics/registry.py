@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from freetokend.control.metrics.collector import StateCollector
+from freetokend.control.metrics.elastic import ResizeCounter
 from freetokend.control.metrics.meters import AsgiApp, HttpMeter, MeteredGateway, SequenceMeter
 from freetokend.control.state import RequestTotals, ServiceState
 from freetokend.core.config.resolved import ResolvedConfig
@@ -16,7 +17,8 @@ from freetokend.link.messages import EngineGateway
 
 
 class Metrics:
-    """Owner of the registry; the state's metrics come once `follow` has been called."""
+    """Owner of the registry; `resizes` counts resizes. The state's metrics come once `follow` has
+    been called."""
 
     def __init__(self, config: ResolvedConfig, model: str) -> None:
         self._config = config
@@ -24,6 +26,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self._sequences = SequenceMeter(self._registry, model)
         self._http = HttpMeter(self._registry)
+        self.resizes = ResizeCounter(self._registry, model)
 
     def follow(self, state: Callable[[], ServiceState]) -> None:
         """Show the state that `state` gives at each scrape. Call once."""

@@ -29,11 +29,13 @@ class MachineWatch:
         *,
         tick_s: float,
         changed: Callable[[], None],
+        looked: Callable[[], None] = lambda: None,
     ) -> None:
         self._probes = probes
         self._query = query
         self._tick_s = tick_s
         self._changed = changed
+        self._looked = looked
         self._newest = MachineReadings()
         self._one_look = asyncio.Lock()
 
@@ -48,6 +50,7 @@ class MachineWatch:
             self._newest = await self._probes.tick(self._query())
         if _standing(self._newest) != before:
             self._changed()
+        self._looked()
         return self._newest
 
     async def run(self) -> None:

@@ -10,6 +10,7 @@ from freetokend.core.config.asked import DEFAULT, Config, Origin, Setting
 from freetokend.core.config.facts import EnvironmentFacts
 from freetokend.core.config.resolved import (
     ControlConfig,
+    ElasticConfig,
     EngineConfig,
     HttpConfig,
     LogConfig,
@@ -38,6 +39,7 @@ def resolve(config: Config, facts: EnvironmentFacts) -> ResolvedConfig:
     decision.model()
     decision.service()
     decision.control()
+    decision.elastic()
     decision.engine()
     decision.expert_cache()
     decision.pool_and_log()
@@ -118,6 +120,18 @@ class _Decision:
             self._refuse(
                 "control.gpu", f'control.gpu is empty; write a UUID, an index, or "{AUTO}"'
             )
+
+    def elastic(self) -> None:
+        """What the size of the card decides."""
+        for leaf, reason in (
+            ("cushion_bytes", "1.5 GiB, or a share of a card with less than 8 GiB"),
+            ("margin_bytes", "512 MiB, or a share of a card with less than 8 GiB"),
+            ("growth_step_bytes", "256 MiB, or a share of a card with less than 8 GiB"),
+            ("vram_limit_bytes", "no limit"),
+        ):
+            key = f"elastic.{leaf}"
+            if self._is_auto(key):
+                self._leave(key, reason)
 
     def engine(self) -> None:
         """Device, backend, threads and what is left to the engine."""
@@ -400,6 +414,7 @@ def _built(values: Mapping[str, TomlScalar], details: tuple[ResolvedValue, ...])
             gpu=text("control.gpu"),
             tick_s=float(values["control.tick_s"]),
         ),
+        elastic=_elastic(values),
         engine=EngineConfig(
             backend=text("engine.backend"),
             device=text("engine.device"),
@@ -424,4 +439,24 @@ def _built(values: Mapping[str, TomlScalar], details: tuple[ResolvedValue, ...])
         pool=PoolConfig(directory=text("pool.directory"), max_bytes=count("pool.max_bytes")),
         log=LogConfig(level=text("log.level"), format=text("log.format")),
         details=details,
+    )
+
+
+def _elastic(values: Mapping[str, TomlScalar]) -> ElasticConfig:
+    def size(leaf: str) -> int:
+        return int(values[f"elastic.{leaf}"])
+
+    return ElasticConfig(
+        enabled=bool(values["elastic.enabled"]),
+        cushion_bytes=size("cushion_bytes"),
+        margin_bytes=size("margin_bytes"),
+        growth_step_bytes=size("growth_step_bytes"),
+        hold_s=float(values["elastic.hold_s"]),
+        window_s=float(values["elastic.window_s"]),
+        vram_limit_bytes=size("vram_limit_bytes"),
+        floor=str(values["elastic.floor"]),
+        process_rules=str(values["elastic.process_rules"]),
+        windows=str(values["elastic.windows"]),
+        sleep_idle_s=float(values["elastic.sleep_idle_s"]),
+        sleep_over_budget=bool(values["elastic.sleep_over_budget"]),
     )

@@ -55,6 +55,28 @@ class ControlConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticConfig:
+    """`cushion_bytes`, `margin_bytes` and `growth_step_bytes` are 0 where the size of the card
+    decides, `vram_limit_bytes` where there is no limit; `sleep_idle_s` 0: never.
+
+    `process_rules` and `windows` are read by `policy.elastic_rules`.
+    """
+
+    enabled: bool
+    cushion_bytes: int
+    margin_bytes: int
+    growth_step_bytes: int
+    hold_s: float
+    window_s: float
+    vram_limit_bytes: int
+    floor: str
+    process_rules: str
+    windows: str
+    sleep_idle_s: float
+    sleep_over_budget: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """0 for `kv_bytes`, `max_context_tokens`, `slots_count`, `device_bytes` and `sweep_tokens`,
     and "auto" for `backend`, `device`, `preset` and `attention`: the engine decides once it knows
@@ -108,6 +130,7 @@ class ResolvedConfig:
     service: ServiceConfig
     http: HttpConfig
     control: ControlConfig
+    elastic: ElasticConfig
     engine: EngineConfig
     pool: PoolConfig
     log: LogConfig

@@ -174,6 +174,94 @@ _KEYS: Final = (
         (0.05, 60),
         "Time between two looks at the machine: GPU, memory, pressure and load.",
     ),
+    Key(
+        name="elastic.enabled",
+        kind=Kind.BOOLEAN,
+        doc="Let the expert cache follow what other programs leave of the GPU's memory; false: it "
+        "is resized at the operator's word only.",
+        default=True,
+    ),
+    _number(
+        "elastic.cushion_bytes",
+        Kind.BYTES,
+        AUTO,
+        (MIB, TIB),
+        "Memory of the GPU kept free for what others take between two looks.",
+        auto=True,
+    ),
+    _number(
+        "elastic.margin_bytes",
+        Kind.BYTES,
+        AUTO,
+        (MIB, TIB),
+        "What must be free beyond the cushion before the cache grows.",
+        auto=True,
+    ),
+    _number(
+        "elastic.growth_step_bytes",
+        Kind.BYTES,
+        AUTO,
+        (MIB, TIB),
+        "A growth by less is not worth one.",
+        auto=True,
+    ),
+    _number(
+        "elastic.hold_s",
+        Kind.SECONDS,
+        30,
+        (0.1, 3600),
+        "For how long there must be room before the cache grows; doubled after each growth that "
+        "was taken back at once.",
+    ),
+    _number(
+        "elastic.window_s",
+        Kind.SECONDS,
+        60,
+        (1, 3600),
+        "Time within which the cache is resized at most six times; growth, sessions and the "
+        "operator may use up a part of these.",
+    ),
+    _number(
+        "elastic.vram_limit_bytes",
+        Kind.BYTES,
+        AUTO,
+        (MIB, TIB),
+        "The most that the engine holds of the GPU's memory.",
+        auto=True,
+    ),
+    _string(
+        "elastic.floor",
+        "one-token",
+        "What the cache never shrinks below: the experts of one token, or those of one layer.",
+        choices=("one-token", "layer"),
+    ),
+    _string(
+        "elastic.process_rules",
+        "",
+        "How much of the GPU's memory stays free while a program of that name holds some of it: "
+        '"blender=8GiB,steam=4GiB".',
+    ),
+    _string(
+        "elastic.windows",
+        "",
+        "When memory stays free, or the engine sleeps while nobody wants it: "
+        '"evening fri-sun 18:00-23:30 keep=8GiB; night 23:30-07:00 sleep".',
+    ),
+    _number(
+        "elastic.sleep_idle_s",
+        Kind.SECONDS,
+        0,
+        (0, 604800),
+        "Give the GPU back after so long without a request; the next one wakes the engine. "
+        "0: never.",
+    ),
+    Key(
+        name="elastic.sleep_over_budget",
+        kind=Kind.BOOLEAN,
+        doc="Give the GPU back, once no request runs, where even the floor is more than others "
+        "leave.",
+        default=False,
+    ),
     _string(
         "engine.backend",
         AUTO,

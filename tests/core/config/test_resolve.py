@@ -56,6 +56,10 @@ def reason(resolved: ResolvedConfig, key: str) -> str:
 
 
 LEFT_OPEN = {
+    "elastic.cushion_bytes",
+    "elastic.growth_step_bytes",
+    "elastic.margin_bytes",
+    "elastic.vram_limit_bytes",
     "control.gpu",
     "engine.slots_count",
     "engine.device_bytes",
