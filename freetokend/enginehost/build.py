@@ -6,7 +6,7 @@ import importlib
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, cast
 
 import torch
@@ -29,19 +29,24 @@ from freetokend.enginehost.backend import (
     without_cache,
 )
 from freetokend.enginehost.build_cache import (
-    CachedExperts,
     CacheInputs,
     build_cache,
     device_facts,
-    kv_plan_of,
     plan_host_device,
 )
-from freetokend.enginehost.build_cuda import build_cuda
+from freetokend.enginehost.build_cuda import PADDING_PAGE, build_cuda
 from freetokend.enginehost.built import BuiltEngine
 from freetokend.enginehost.cuda_budget import CudaInputs, sweep_bytes
 from freetokend.enginehost.cuda_platform import CudaPlatform
 from freetokend.enginehost.kv_control import KvControl
-from freetokend.enginehost.kv_plan import context_limit, kv_capacity, kv_notes, plan_kv
+from freetokend.enginehost.kv_plan import (
+    context_limit,
+    kv_capacity,
+    kv_notes,
+    kv_plan_of,
+    plan_kv,
+)
+from freetokend.enginehost.step_limits import SweepLimits, raised_step_tokens
 from freetokend.enginehost.trace_control import RoutingTaps
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.cpu import bank_experts
@@ -49,7 +54,7 @@ from freetokend.ftw.index import FtwIndex
 from freetokend.ftw.layout import ROWS16
 from freetokend.ftw.reader import FtwDirectory, read_json_object
 from freetokend.kvcache.allocator import PageAllocator
-from freetokend.kvcache.arena import KvArena
+from freetokend.kvcache.arena import KvArena, KvMemory
 from freetokend.kvcache.native_store import NativeKvStore
 from freetokend.link.messages import CacheDescription, EngineSettings
 from freetokend.models.registry import build_program
@@ -66,8 +71,6 @@ from freetokend.tensor.program import Linear, Rows, StepProgram
 
 PAGE_TOKENS: Final = 32
 KV_ELEMENT_BYTES: Final = 2
-# Room for prompts beside a full batch of decoding requests; below it a prompt would crawl.
-LEAST_PREFILL_TOKENS: Final = 16
 # A sweep costs the same transfer however many tokens it has; beyond this, computing them takes
 # longer than that.
 MOST_SWEEP_TOKENS: Final = 4096
@@ -141,14 +144,6 @@ def _gpu_platform() -> CudaPlatform:
     return cast("CudaPlatform", module.GpuPlatform())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepLimits:
-    """Of prompts: from how many tokens on they are swept, and the most of one sweep."""
-
-    from_tokens: int
-    tokens: int
-
-
 class _Builder:
     """What the parts of one engine are made from."""
 
@@ -169,7 +164,7 @@ class _Builder:
         self._progress = progress
         self._facts = read_model_facts(directory)
         self._step_program = build_program(directory.model_config())
-        self._step_tokens, self._notes = _step_tokens(settings)
+        self._step_tokens, self._notes = raised_step_tokens(settings)
         self._dense_formats = _dense_formats(directory.index)
         self._numerics, notes = _numerics(settings, directory.index, self._dense_formats, executor)
         self._notes += notes
@@ -235,9 +230,13 @@ class _Builder:
             backend=made.backend,
             taps=RoutingTaps(steps=made.taps.steps, sweeps=made.taps.sweeps),
             sweeps=SweepLimits(from_tokens=made.sweep_from_tokens, tokens=sweep_tokens),
+            first_page=PADDING_PAGE + 1,
         )
         return replace(
             built,
+            kv=self._kv_control(built, made.kv_memory, made.kv_capacity, PADDING_PAGE + 1),
+            memory=made.memory,
+            trim=platform.release,
             cache=cache,
             cache_description=CacheDescription(
                 slots_count=cache.slots_count,
@@ -318,19 +317,33 @@ class _Builder:
             backend=made.backend,
             taps=RoutingTaps(steps=tap, sweeps=sweep_tap),
             sweeps=SweepLimits(from_tokens=made.sweep_from_tokens, tokens=sweep_tokens),
-            cache=made,
         )
         return replace(
             built,
-            kv=KvControl(
-                arena,
-                built.allocator,
-                built.scheduler,
-                shape=self._kv_shape,
-                capacity_count=capacity,
-                context_limit_tokens=context_limit(inputs.facts, settings),
-            ),
+            cache=cache,
+            cache_description=made.description,
+            followed=made.followed,
+            kv=self._kv_control(built, arena, capacity),
             memory=device_facts(inputs, self._kv_shape, settings.device_bytes),
+        )
+
+    def _kv_control(
+        self,
+        built: BuiltEngine,
+        memory: KvMemory | None,
+        capacity_count: int,
+        reserved_count: int = 0,
+    ) -> KvControl | None:
+        if memory is None:
+            return None
+        return KvControl(
+            memory,
+            built.allocator,
+            built.scheduler,
+            shape=self._kv_shape,
+            capacity_count=capacity_count,
+            context_limit_tokens=context_limit(self._facts, self._settings),
+            reserved_count=reserved_count,
         )
 
     def _program(self, experts: NativeDispatch) -> NativeProgram:
@@ -371,11 +384,11 @@ class _Builder:
         finished_ops: Callable[[], int],
         backend: BackendChoice | None,
         sweeps: SweepLimits | None = None,
-        cache: CachedExperts | None = None,
         taps: RoutingTaps | None = None,
+        first_page: int = 0,
     ) -> BuiltEngine:
         facts, settings = self._facts, self._settings
-        allocator = PageAllocator(kv_plan.pages_count)
+        allocator = PageAllocator(kv_plan.pages_count, first_page=first_page)
         limits = SchedulerLimits(
             max_running_count=settings.max_running_count,
             max_waiting_count=settings.max_waiting_count,
@@ -402,21 +415,7 @@ class _Builder:
             notes=(*self._notes, *kv_notes(kv_plan, facts)),
             taps=taps,
             backend=backend,
-            cache=None if cache is None else cache.cache,
-            cache_description=None if cache is None else cache.description,
-            followed=None if cache is None else cache.followed,
         )
-
-
-def _step_tokens(settings: EngineSettings) -> tuple[int, tuple[str, ...]]:
-    least = settings.max_running_count + LEAST_PREFILL_TOKENS
-    if settings.step_tokens >= least:
-        return settings.step_tokens, ()
-    note = (
-        f"engine.step_tokens was raised from {settings.step_tokens} to {least}: one token of each "
-        f"of {settings.max_running_count} running requests and {LEAST_PREFILL_TOKENS} of a prompt."
-    )
-    return least, (note,)
 
 
 def _dense_formats(index: FtwIndex) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from freetokend.link.messages import CacheDescription, EngineSettings
 from freetokend.native.executor import Executor, Numerics
 from freetokend.policy.backend_choice import Backend, BackendDecision, LayerBranch, resolve_layers
 from freetokend.policy.fill_table import fill_table
-from freetokend.policy.kv_sizing import KvPlan, KvShape, pages_for
+from freetokend.policy.kv_sizing import KvShape, pages_for
 from freetokend.policy.layer_overrides import parse_layers
 from freetokend.policy.memory import DEFAULT_HEADROOM_BYTES, gib
 from freetokend.policy.step_cost import StepCosts
@@ -142,19 +142,6 @@ def _wishes(settings: EngineSettings) -> VramWishes:
         slots_count=settings.slots_count or None,
         kv_bytes=settings.kv_bytes or None,
         max_context_tokens=settings.max_context_tokens or None,
-    )
-
-
-def kv_plan_of(plan: VramPlan, shape: KvShape) -> KvPlan:
-    """The KV part of the division."""
-    return KvPlan(
-        pages_count=plan.kv_pages_count,
-        page_tokens=shape.page_tokens,
-        kv_bytes=plan.kv_pages_count * shape.page_bytes,
-        servable_context_tokens=plan.servable_context_tokens,
-        limited_by=plan.limited_by,
-        split=plan.split,
-        note=plan.note,
     )
 
 

@@ -17,7 +17,7 @@ from freetokend.engine.swept_program import SweptProgram
 from freetokend.enginehost.backend import BackendChoice
 from freetokend.enginehost.cuda_budget import CudaInputs
 from freetokend.enginehost.cuda_kernels import SlotKernels, slot_kernels
-from freetokend.enginehost.cuda_platform import CudaPlatform
+from freetokend.enginehost.cuda_platform import ClosableKvMemory, CudaPlatform
 from freetokend.enginehost.cuda_slots import DeviceSlots
 from freetokend.enginehost.deciding import layer_runs, sweep_from
 from freetokend.enginehost.proof import Proven, prove
@@ -45,11 +45,13 @@ from freetokend.policy.backend_choice import (
 from freetokend.policy.fill_table import fill_table
 from freetokend.policy.kv_sizing import pages_for
 from freetokend.policy.layer_overrides import parse_layers
-from freetokend.policy.vram_budget import VramPlan
+from freetokend.policy.vram_budget import VramFacts, VramPlan
 from freetokend.tensor.cuda_program import CudaProgram
 from freetokend.tensor.state_dict_weights import StateDictWeights
 
 BUCKETS_COUNT: Final = 5
+# Of the KV: rows that only pad a graph write there, and no sequence is given it.
+PADDING_PAGE: Final = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,9 @@ class CudaEngine:
     taps: RoutedTaps
     kv: KvStore
     cache: DeviceCache
+    kv_memory: ClosableKvMemory | None
+    kv_capacity: int
+    memory: VramFacts
     plan: VramPlan
     backend: BackendChoice
     layer_runs: tuple[LayerRun, ...]
@@ -209,6 +214,9 @@ class _Parts:
             taps=self._taps,
             kv=slots.attention.store,
             cache=self._cache,
+            kv_memory=slots.attention.memory,
+            kv_capacity=slots.kv_capacity,
+            memory=slots.facts,
             plan=slots.plan,
             backend=replace(
                 choice,
@@ -262,20 +270,20 @@ class _Parts:
             self._inputs.program,
             StateDictWeights(self._slots.dense, torch.bfloat16),
             self._experts,
-            positions_count=self._slots.plan.servable_context_tokens,
+            positions_count=self._slots.context_tokens,
             device=self._platform.device,
         )
 
     def _graphed(self, program: CudaProgram) -> GraphedProgram:
-        inputs, plan = self._inputs, self._slots.plan
+        inputs, slots = self._inputs, self._slots
         return GraphedProgram(
             program,
             self._slots.attention.store,
             self._platform.new_backend(),
             GraphSpec(
                 rows_capacity=padded_rows(inputs.settings.max_running_count),
-                pages_capacity=pages_for(plan.servable_context_tokens, inputs.kv_shape.page_tokens),
-                padding_page=plan.kv_pages_count,
+                pages_capacity=pages_for(slots.context_tokens, inputs.kv_shape.page_tokens),
+                padding_page=PADDING_PAGE,
             ),
             begin_step=self._begin_step,
             device=self._platform.device,

@@ -54,7 +54,7 @@ class BuiltEngine:
     `taps`: where the choice of experts is seen; None where it is not. `pinning`: of a GPU; None
     without one. `followed`: how misses are split at first; None where nothing can be followed.
     `kv`: None where KV pages are not resized. `memory`: what the device's memory is divided by;
-    None when nothing is on a device.
+    None when nothing is on a device. `trim`: gives back what is kept to be used again.
     """
 
     engine: StepEngine
@@ -78,6 +78,7 @@ class BuiltEngine:
     pinning: LatePinning | None = None
     kv: KvControl | None = None
     memory: VramFacts | None = None
+    trim: Callable[[], None] = lambda: None
     device_uuid: str = ""
     followed: FollowedSplit | None = None
 

@@ -63,6 +63,10 @@ class ComparisonReport(Protocol):
 class CacheControl(Slots, Protocol):
     """The expert cache as control steers it. All but `counters` are called between steps."""
 
+    def empty(self) -> None:
+        """Give all slots back; no step may run until `resize`."""
+        ...
+
     def verify(self, progress: Callable[[], None]) -> ComparisonReport:
         """Compare every resident slot with the pool's record; progress: called after each."""
         ...

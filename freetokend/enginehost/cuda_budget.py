@@ -14,7 +14,6 @@ from freetokend.link.messages import EngineSettings
 from freetokend.native.executor import Executor
 from freetokend.policy.kv_sizing import KvShape
 from freetokend.policy.vram_budget import (
-    DEFAULT_GRANULARITY_BYTES,
     Preset,
     VramFacts,
     VramPlan,
@@ -52,36 +51,44 @@ class CudaInputs:
         return MappedBank(bank=self.index.expert_bank, region_address=self.region_address)
 
 
-def plan_device(inputs: CudaInputs, free_bytes: int, granularity_bytes: int) -> VramPlan:
-    """Slots and KV pages; granularity_bytes: of the memory of slots. Errors as of `plan_vram`."""
-    bank, facts, settings = inputs.index.expert_bank, inputs.facts, inputs.settings
-    if settings.device_bytes:
-        free_bytes = min(free_bytes, settings.device_bytes)
+def plan_device(facts: VramFacts, settings: EngineSettings) -> VramPlan:
+    """Slots and KV pages. Errors as of `plan_vram`."""
     return plan_vram(
-        VramFacts(
-            free_bytes=free_bytes,
-            own_bytes=0,
-            dense_bytes=dense_bytes(inputs.index),
-            workspace_bytes=workspace_bytes(inputs),
-            state_bytes=0,
-            graph_bytes=GRAPH_BYTES,
-            record_bytes=bank.record_bytes,
-            experts_count=bank.experts_count,
-            experts_per_layer_count=bank.experts_per_layer_count,
-            top_k=facts.experts_per_token_count,
-            kv_page_bytes=inputs.kv_shape.page_bytes,
-            kv_page_tokens=inputs.kv_shape.page_tokens,
-            model_context_tokens=facts.max_context_tokens,
-            max_running_count=settings.max_running_count,
-            granularity_bytes=granularity_bytes,
-            kv_granularity_bytes=DEFAULT_GRANULARITY_BYTES,
-        ),
+        facts,
         VramWishes(
             preset=Preset(settings.preset),
             slots_count=settings.slots_count or None,
             kv_bytes=settings.kv_bytes or None,
             max_context_tokens=settings.max_context_tokens or None,
         ),
+    )
+
+
+def device_facts(
+    inputs: CudaInputs, free_bytes: int, *, granularity_bytes: int, kv_granularity_bytes: int
+) -> VramFacts:
+    """What the GPU's memory is divided by; granularity: in which memory of slots, and of the KV of
+    all layers, comes and goes."""
+    bank, facts, settings = inputs.index.expert_bank, inputs.facts, inputs.settings
+    if settings.device_bytes:
+        free_bytes = min(free_bytes, settings.device_bytes)
+    return VramFacts(
+        free_bytes=free_bytes,
+        own_bytes=0,
+        dense_bytes=dense_bytes(inputs.index),
+        workspace_bytes=workspace_bytes(inputs),
+        state_bytes=0,
+        graph_bytes=GRAPH_BYTES,
+        record_bytes=bank.record_bytes,
+        experts_count=bank.experts_count,
+        experts_per_layer_count=bank.experts_per_layer_count,
+        top_k=facts.experts_per_token_count,
+        kv_page_bytes=inputs.kv_shape.page_bytes,
+        kv_page_tokens=inputs.kv_shape.page_tokens,
+        model_context_tokens=facts.max_context_tokens,
+        max_running_count=settings.max_running_count,
+        granularity_bytes=granularity_bytes,
+        kv_granularity_bytes=kv_granularity_bytes,
     )
 
 

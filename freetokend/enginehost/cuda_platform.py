@@ -20,6 +20,7 @@ from freetokend.experts.gpu.transfers import Transfers
 from freetokend.experts.plan.contract import CachePlanner, PlanShape
 from freetokend.experts.residency import ResidencyState
 from freetokend.experts.slot_pool import SlotPool
+from freetokend.kvcache.arena import KvMemory
 from freetokend.kvcache.batch import KvStore
 from freetokend.native.cpu_branch import CpuBranch
 from freetokend.policy.kernel_choice import Capability
@@ -40,22 +41,30 @@ class SlotOps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvNeeds:
-    """asked: whose attention, as of `engine.attention`; context_tokens: the most of a sequence."""
+    """asked: whose attention, as of `engine.attention`; context_tokens: the most of a sequence.
+    capacity_count: the most pages there can be."""
 
     asked: str
-
     shape: KvShape
     pages_count: int
+    capacity_count: int
     q_heads_count: int
     context_tokens: int
 
 
+class ClosableKvMemory(KvMemory, Protocol):
+    """Closed when the device has been waited for."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStore:
-    """reason: why this one, for people."""
+    """reason: why this one, for people. memory: None where the number of pages is fixed."""
 
     store: KvStore
     reason: str
+    memory: ClosableKvMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +115,8 @@ class CudaPlatform(Protocol):
     def synchronize(self) -> None: ...
 
     def release(self) -> None:
-        """Give back what is kept to be used again; when everything that it made was closed and
-        nobody will use it any more."""
+        """Give back what is kept to be used again and not in use: between two steps, or when
+        everything that it made was closed and nobody will use it any more."""
         ...
 
     def new_arena(self, reserved_bytes: int) -> Arena: ...
@@ -125,6 +134,10 @@ class CudaPlatform(Protocol):
     def new_transfers(self) -> ClosableTransfers: ...
 
     def new_kv(self, needs: KvNeeds) -> AttentionStore: ...
+
+    def kv_granularity_bytes(self, layers_count: int) -> int:
+        """In which memory of the pages of all layers comes and goes."""
+        ...
 
     def new_backend(self) -> GraphBackend: ...
 

@@ -9,10 +9,11 @@ from typing import Final, TypeVar
 import torch
 
 from freetokend.core.errors import Reason, ResourceError
-from freetokend.enginehost.cuda_budget import CudaInputs, plan_device, q_heads_count
+from freetokend.enginehost.cuda_budget import CudaInputs, device_facts, plan_device, q_heads_count
 from freetokend.enginehost.cuda_platform import AttentionStore, CudaPlatform, KvNeeds
 from freetokend.enginehost.cuda_profile import SlotProfile
 from freetokend.enginehost.deciding import decide, take_slots
+from freetokend.enginehost.kv_plan import context_limit, kv_capacity, kv_plan_of
 from freetokend.experts.gpu.device_cache import fillable_layers
 from freetokend.experts.gpu.dispatch import padded_rows
 from freetokend.experts.shrink_plan import LayerTerm
@@ -42,9 +43,25 @@ class DeviceSlots:
         bank = self._bank = inputs.index.expert_bank
         arena = platform.new_arena(bank.experts_count * bank.record_bytes)
         undo.callback(arena.close)
-        self.plan = plan_device(inputs, platform.memory().free_bytes, arena.granularity_bytes)
+        memory = platform.memory()
+        self.facts = device_facts(
+            inputs,
+            memory.free_bytes,
+            granularity_bytes=arena.granularity_bytes,
+            kv_granularity_bytes=platform.kv_granularity_bytes(inputs.kv_shape.layers_count),
+        )
+        self.plan = plan_device(self.facts, inputs.settings)
+        self.context_tokens = context_limit(inputs.facts, inputs.settings)
+        self.kv_capacity = kv_capacity(
+            kv_plan_of(self.plan, inputs.kv_shape),
+            inputs.facts,
+            inputs.settings,
+            memory.total_bytes,
+        )
         # Before the slots, of which there can be fewer.
         self.attention = _taken("keys and values", self._new_kv)
+        if self.attention.memory is not None:
+            undo.callback(self.attention.memory.close)
         self.dense = _taken("the dense weights", self._new_dense)
         inputs.progress()
         self.pool = SlotPool(
@@ -125,8 +142,9 @@ class DeviceSlots:
                 shape=inputs.kv_shape,
                 # One more, that no sequence is given: rows that only pad a graph write there.
                 pages_count=self.plan.kv_pages_count + 1,
+                capacity_count=self.kv_capacity + 1,
                 q_heads_count=q_heads_count(inputs),
-                context_tokens=self.plan.servable_context_tokens,
+                context_tokens=self.context_tokens,
             )
         )
 

@@ -12,7 +12,7 @@ from freetokend.core.errors import Reason, ResourceError
 from freetokend.device.arena import Arena
 from freetokend.device.copier import SlotCopier
 from freetokend.device.cuda_arena import CudaArena, CudaCopier
-from freetokend.device.cuda_driver import CudaDriver, DeviceMemory
+from freetokend.device.cuda_driver import CudaDriver, CudaError, DeviceMemory
 from freetokend.device.cuda_pinning import HostRegistration
 from freetokend.engine.graphs import CudaGraphBackend, GraphBackend
 from freetokend.enginehost.cpu_start import choose_start
@@ -36,6 +36,7 @@ from freetokend.experts.plan.contract import CachePlanner, PlanShape
 from freetokend.experts.plan.triton_kernel import TritonPlanner
 from freetokend.experts.residency import ResidencyState
 from freetokend.experts.slot_pool import SlotPool
+from freetokend.kvcache.gpu.elastic_pages import ElasticPages
 from freetokend.kvcache.gpu.flashinfer_store import choose_attention
 from freetokend.kvcache.gpu.pages import DevicePages
 from freetokend.kvcache.gpu.triton_store import TritonKvStore
@@ -133,20 +134,60 @@ class GpuPlatform:
             raise
         return ChosenFork(fork=fork, reason=reason)
 
-    def new_transfers(self) -> ClosableTransfers:
-        return torch_transfers(self._driver)
-
-    def new_kv(self, needs: KvNeeds) -> AttentionStore:
-        pages = DevicePages.take(needs.shape, needs.pages_count, self.device)
-        chosen = choose_attention(
-            needs.asked,
-            TritonKvStore(pages, context_tokens=needs.context_tokens),
-            q_heads_count=needs.q_heads_count,
-        )
-        return AttentionStore(store=chosen.store, reason=f"{chosen.name}: {chosen.reason}")
-
     def new_backend(self) -> GraphBackend:
         return CudaGraphBackend()
 
     def new_registration(self, address: int, length_bytes: int) -> Registration:
         return HostRegistration(self._driver, address, length_bytes)
+
+    def new_transfers(self) -> ClosableTransfers:
+        return torch_transfers(self._driver)
+
+    def new_kv(self, needs: KvNeeds) -> AttentionStore:
+        memory, pages, fixed = self._new_pages(needs)
+        chosen = choose_attention(
+            needs.asked,
+            TritonKvStore(pages, context_tokens=needs.context_tokens),
+            q_heads_count=needs.q_heads_count,
+        )
+        return AttentionStore(
+            store=chosen.store, reason=f"{chosen.name}: {chosen.reason}{fixed}", memory=memory
+        )
+
+    def kv_granularity_bytes(self, layers_count: int) -> int:
+        return 2 * layers_count * self._driver.granularity_bytes
+
+    def _new_pages(self, needs: KvNeeds) -> tuple[ElasticPages | None, DevicePages, str]:
+        """Pages that can be resized; where torch or the driver do not play along, pages of torch,
+        and a clause that says why."""
+        granule = self._driver.granularity_bytes
+        try:
+            elastic = ElasticPages(
+                needs.shape,
+                needs.pages_count,
+                capacity_count=needs.capacity_count,
+                new_arena=lambda size: CudaArena(self._driver, size, chunk_bytes=granule),
+                tensor_at=self._tensor_at,
+            )
+        except (CudaError, RuntimeError, TypeError, ValueError) as error:
+            pages = DevicePages.take(needs.shape, needs.pages_count, self.device)
+            return None, pages, f"; KV pages are not resized: {error}"
+        return elastic, elastic.pages, ""
+
+    def _tensor_at(self, address: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.as_tensor(_DeviceArray(address, shape), device=self.device).view(
+            torch.bfloat16
+        )
+
+
+class _DeviceArray:
+    """Numbers of 16 bits at an address, as torch takes them from others without a copy."""
+
+    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": "<i2",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }

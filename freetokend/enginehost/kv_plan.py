@@ -7,11 +7,25 @@ from freetokend.core.model_config import ModelFacts
 from freetokend.link.messages import EngineSettings
 from freetokend.policy.kv_sizing import KvDemand, KvPlan, KvShape, pages_for, size_kv
 from freetokend.policy.memory import DEFAULT_HEADROOM_BYTES
+from freetokend.policy.vram_budget import VramPlan
 
 
 def context_limit(facts: ModelFacts, settings: EngineSettings) -> int:
     """Tokens that one request may have, however many pages there are."""
     return min(facts.max_context_tokens, settings.max_context_tokens or facts.max_context_tokens)
+
+
+def kv_plan_of(plan: VramPlan, shape: KvShape) -> KvPlan:
+    """The KV part of the division."""
+    return KvPlan(
+        pages_count=plan.kv_pages_count,
+        page_tokens=shape.page_tokens,
+        kv_bytes=plan.kv_pages_count * shape.page_bytes,
+        servable_context_tokens=plan.servable_context_tokens,
+        limited_by=plan.limited_by,
+        split=plan.split,
+        note=plan.note,
+    )
 
 
 def kv_capacity(

@@ -40,7 +40,7 @@ from freetokend.enginehost.host_facts import CpuChoice, read_cpu_choice
 from freetokend.enginehost.inbox import Inbox, Incoming
 from freetokend.enginehost.loop import LoopCommands, StepLoop
 from freetokend.enginehost.probe import TokenProbe
-from freetokend.enginehost.sleeping import ElasticSleeper, fixed_bytes
+from freetokend.enginehost.sleeping import ElasticSleeper, asleep_bytes, fixed_bytes
 from freetokend.enginehost.split_control import NoSplit, SplitFollower
 from freetokend.enginehost.trace_control import (
     TraceCommands,
@@ -378,7 +378,7 @@ def _device_uuid(built: BuiltEngine, settings: EngineSettings) -> str:
 def _sleeper(built: BuiltEngine, probe: TokenProbe) -> ElasticSleeper | None:
     if built.cache is None or built.kv is None:
         return None
-    return ElasticSleeper(built.cache, built.kv, built.scheduler, probe.run)
+    return ElasticSleeper(built.cache, built.kv, built.scheduler, probe.run, built.trim)
 
 
 def _follower(built: BuiltEngine, log: EventLogger) -> SplitFollower | None:
@@ -436,8 +436,9 @@ def _with_gauges(stats: EngineStats, attached: AttachedPool, built: BuiltEngine)
         stats = replace(
             stats, kv_pages_capacity_count=kv.capacity_count, kv_bytes=kv.committed_bytes
         )
-    if built.memory is not None and not stats.asleep:
-        stats = replace(stats, fixed_held_bytes=fixed_bytes(built.memory))
+    if built.memory is not None:
+        held = asleep_bytes if stats.asleep else fixed_bytes
+        stats = replace(stats, fixed_held_bytes=held(built.memory))
     if attached.mapping.pinning is not None:
         state = attached.mapping.pinning.state()
         stats = replace(

@@ -88,8 +88,8 @@ class _Proof:
         self._token_ids += [2_654_435_761 * at % vocab for at in range(1, count)]
         shape = inputs.kv_shape
         pages_count = min(pages_for(count, shape.page_tokens), parts.plan.kv_pages_count)
-        # Not in the order of memory.
-        self._pages_there = array("i", reversed(range(pages_count)))
+        # Not in the order of memory; page 0 is for padding.
+        self._pages_there = array("i", reversed(range(1, pages_count + 1)))
         self._pages_here = array("i", range(pages_count))
         self._kv_here = NativeKvStore(inputs.executor, KvArena(shape, pages_count))
         self._routing = _GivenRouting(parts.name, TIE_RATIO * self._most_error)

@@ -16,12 +16,16 @@ from freetokend.scheduler.scheduler import Scheduler
 
 def fixed_bytes(memory: VramFacts) -> int:
     """Of the device, what is neither slots nor KV nor left to others, while the engine serves."""
-    held = memory.dense_bytes, memory.workspace_bytes, memory.state_bytes, memory.graph_bytes
-    return sum(held)
+    return memory.workspace_bytes + asleep_bytes(memory)
+
+
+def asleep_bytes(memory: VramFacts) -> int:
+    """What of it stays while the engine sleeps."""
+    return memory.dense_bytes + memory.state_bytes + memory.graph_bytes
 
 
 class ElasticSleeper:
-    """Of an engine that has nothing on its device but slots and KV pages."""
+    """Gives slots, KV pages and unused memory of steps back; dense weights and graphs stay."""
 
     def __init__(
         self,
@@ -29,12 +33,14 @@ class ElasticSleeper:
         kv: KvControl,
         scheduler: Scheduler,
         compute_token: Callable[[], object],
+        trim: Callable[[], None] = lambda: None,
     ) -> None:
-        """compute_token: raises when the engine cannot."""
+        """compute_token: raises when the engine cannot; trim: gives unused memory back."""
         self._cache = cache
         self._kv = kv
         self._scheduler = scheduler
         self._compute_token = compute_token
+        self._trim = trim
 
     def why_not(self) -> str:
         """See `Sleeper.why_not`."""
@@ -46,9 +52,10 @@ class ElasticSleeper:
     def release(self) -> None:
         """See `Sleeper.release`."""
         try:
-            self._cache.resize(0)
+            self._cache.empty()
         finally:
             self._kv.release()
+            self._trim()
 
     def acquire(self, slots_count: int, kv_pages_count: int) -> None:
         """See `Sleeper.acquire`. The token needs a page, and both branches if there are slots."""

@@ -244,6 +244,10 @@ class ExpertCache:
         self._dispatch.set_kept_count(int(share * self.slots_count / self._layers_count))
         return result
 
+    def empty(self) -> None:
+        """Give all slots back."""
+        self.resize(0)
+
     def verify(self, progress: Callable[[], None] = lambda: None) -> VerifyReport:
         """Compare every resident slot with the pool; progress: called after each."""
         self._link.drain()

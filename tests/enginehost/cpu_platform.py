@@ -67,6 +67,30 @@ class PinnedPart:
         self.closed = True
 
 
+class CountedPages:
+    """Memory of KV pages that is only counted."""
+
+    def __init__(self, page_bytes: int, pages_count: int) -> None:
+        self._page_bytes = page_bytes
+        self.pages_count = pages_count
+
+    @property
+    def committed_bytes(self) -> int:
+        return self.pages_count * self._page_bytes
+
+    def claimed_bytes(self) -> int:
+        return self.committed_bytes
+
+    def grow_to(self, pages_count: int) -> None:
+        self.pages_count = max(self.pages_count, pages_count)
+
+    def shrink_to(self, pages_count: int) -> None:
+        self.pages_count = min(self.pages_count, pages_count)
+
+    def close(self) -> None:
+        self.pages_count = 0
+
+
 class CpuPlatform:
     """pinned_share: of the pool, what can be registered. Notes what was made."""
 
@@ -81,6 +105,7 @@ class CpuPlatform:
         self.backend = RepeatingBackend()
         self.transfers = LateTransfers()
         self.registration: PinnedPart | None = None
+        self.kv_memory: CountedPages | None = None
         self.asked_attention = ""
         self.is_released = False
         self._free_bytes, self._pinned_share = free_bytes, pinned_share
@@ -125,7 +150,15 @@ class CpuPlatform:
             head_size=needs.shape.head_size,
             page_tokens=needs.shape.page_tokens,
         )
-        return AttentionStore(store=DensePages(shape, needs.pages_count), reason="dense pages")
+        self.kv_memory = CountedPages(needs.shape.page_bytes, needs.pages_count)
+        return AttentionStore(
+            store=DensePages(shape, needs.capacity_count),
+            reason="dense pages",
+            memory=self.kv_memory,
+        )
+
+    def kv_granularity_bytes(self, layers_count: int) -> int:
+        return 2 << 20
 
     def new_backend(self) -> GraphBackend:
         return self.backend

@@ -60,6 +60,9 @@ class FakeCache:
         self.state = replace(self.state, slots_count=slots_count, committed_bytes=100 * slots_count)
         return Report(outcome, slots_count, 100 * slots_count, moved_count=1, dropped_count=2)
 
+    def empty(self) -> None:
+        self.resize(0)
+
     def verify(self, progress: Callable[[], None]) -> Compared:
         if self.error is not None:
             raise self.error

@@ -21,9 +21,9 @@ from freetokend.enginehost.build_cache import (
     CachedExperts,
     CacheInputs,
     build_cache,
-    kv_plan_of,
     plan_host_device,
 )
+from freetokend.enginehost.kv_plan import kv_plan_of
 from freetokend.experts import cache as cache_module
 from freetokend.experts.bank import MappedBank
 from freetokend.experts.fill import FillLink

@@ -9,13 +9,14 @@ from freetokend.core.errors import ConfigError, Reason, ResourceError
 from freetokend.device.arena import Arena, ArenaError, rounded_up
 from freetokend.device.host_arena import HostArena
 from freetokend.enginehost import cuda_slots
-from freetokend.enginehost.cuda_budget import CudaInputs, plan_device
+from freetokend.enginehost.cuda_budget import plan_device
 from freetokend.enginehost.cuda_platform import AttentionStore, KvNeeds
 from freetokend.experts.gpu.device_cache import DeviceCache
 from freetokend.ftw.reader import FtwDirectory
+from freetokend.link.messages import EngineSettings
 from freetokend.policy.backend_choice import LayerBranch
 from freetokend.policy.fill_table import fill_table
-from freetokend.policy.vram_budget import VramPlan
+from freetokend.policy.vram_budget import VramFacts, VramPlan
 from tests.enginehost.cpu_platform import CpuPlatform, engine_on
 from tests.enginehost.given_rates import rated
 from tests.enginehost.local_engine import ask, local_engine, serve
@@ -217,8 +218,8 @@ def test_the_plan_has_the_bytes_that_the_slots_take(
 ) -> None:
     plans: list[VramPlan] = []
 
-    def planned(inputs: CudaInputs, free_bytes: int, granularity_bytes: int) -> VramPlan:
-        plans.append(plan_device(inputs, free_bytes, granularity_bytes))
+    def planned(facts: VramFacts, settings: EngineSettings) -> VramPlan:
+        plans.append(plan_device(facts, settings))
         return plans[-1]
 
     monkeypatch.setattr(cuda_slots, "plan_device", planned)

@@ -181,6 +181,13 @@ class DeviceCache:
                 f"not {slots_count}: one token's experts.",
                 reason=Reason.DEVICE_MEMORY,
             )
+        return self._resized(slots_count)
+
+    def empty(self) -> None:
+        """Give all slots back; no step may run until `resize`."""
+        self._resized(0)
+
+    def _resized(self, slots_count: int) -> ResizeResult:
         self._sweeps.let_go()
         self._synchronize()
         try:
