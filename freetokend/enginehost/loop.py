@@ -13,12 +13,14 @@ from typing import assert_never
 from freetokend.core.errors import InternalError, InvalidInputError, Reason, reaction
 from freetokend.core.logs import EventLogger, set_log_level
 from freetokend.engine.work import StepEngine, StepWork
+from freetokend.enginehost.bandwidth_control import BandwidthCommands, BandwidthParts
 from freetokend.enginehost.cache_control import CacheCommands
 from freetokend.enginehost.faults import MOST_FAILURES_IN_A_ROW, step_fault
 from freetokend.enginehost.inbox import Inbox, Incoming, Link
 from freetokend.enginehost.split_control import NoSplit, SplitSteps
 from freetokend.enginehost.sweeping import SweepLane
 from freetokend.enginehost.trace_control import TraceCommands, no_experts
+from freetokend.link.bandwidth_messages import MeasureBandwidth
 from freetokend.link.messages import (
     Cancel,
     Disconnected,
@@ -47,6 +49,7 @@ class LoopCommands:
     traces: TraceCommands
     beside: Callable[[], bool] = lambda: False
     split: SplitSteps = field(default_factory=NoSplit)
+    bandwidth: BandwidthCommands | None = None
 
 
 class StepLoop:
@@ -88,6 +91,9 @@ class StepLoop:
         self._cache_commands = commands.cache
         self._beside = commands.beside
         self._split = commands.split
+        self._bandwidth = commands.bandwidth or BandwidthCommands(
+            BandwidthParts(parts={}), send=link.send, log=log
+        )
         self._has_more_beside = True
         self._ending: Shutdown | Disconnected | None = None
         self._failures_in_a_row_count = 0
@@ -169,13 +175,15 @@ class StepLoop:
         wait = self._ending is None and (asleep or not self._scheduler.has_work)
         self._has_more_beside = self._has_more_beside and (asleep or self._beside())
         while True:
-            message = self._inbox.take(wait=wait and (asleep or not self._has_more_beside))
+            at_rest = asleep or not (self._has_more_beside or self._bandwidth.is_busy)
+            message = self._inbox.take(wait=wait and at_rest)
             if message is not None:
                 self._take(message)
                 # What the message led to (a refusal, a step) must not wait for the next message.
                 wait = False
             elif wait:
-                self._has_more_beside = self._beside()
+                self._has_more_beside = self._has_more_beside and self._beside()
+                self._bandwidth.slice()
             else:
                 break
         self._cache_commands.run()
@@ -183,10 +191,12 @@ class StepLoop:
     def _take(self, message: Incoming) -> None:
         match message:
             case GenerateRequest():
+                self._bandwidth.interrupt("a request came")
                 self._scheduler.submit(message)
             case Cancel():
                 self._scheduler.cancel(message.request_id)
             case Shutdown():
+                self._bandwidth.interrupt("the service is stopping")
                 self._scheduler.drain()
                 self._ending = message
             case Disconnected():
@@ -194,7 +204,11 @@ class StepLoop:
             case SetLogLevel():
                 self._set_log_level(message.level)
             case ResizeCache() | SleepEngine() | WakeEngine() | VerifyCache():
+                self._bandwidth.interrupt("the cache is resized or compared")
                 self._cache_commands.take(message)
+            case MeasureBandwidth():
+                idle = not (self._scheduler.has_work or self._cache_commands.is_asleep)
+                self._bandwidth.take(message, idle=idle and self._ending is None)
             case StartTrace() | StopTrace():
                 self._traces.take(message)
             case EngineSettings():

@@ -34,6 +34,7 @@ from freetokend.enginehost.backend import (
     choose_device,
     find_gpus,
 )
+from freetokend.enginehost.bandwidth_control import BandwidthCommands, BandwidthParts
 from freetokend.enginehost.built import BuiltEngine, EngineBuilder
 from freetokend.enginehost.cache_control import CacheCommands, CacheControl
 from freetokend.enginehost.host_facts import CpuChoice, read_cpu_choice
@@ -64,6 +65,7 @@ from freetokend.native.lifeline import Lifeline, ReceivedPool, receive_pool
 from freetokend.traces.trace import TraceShape
 
 HANDOVER_TIMEOUT_S: Final = 30.0
+PARTS_MODULE: Final = "freetokend.enginehost.bandwidth_parts"
 BUILD_MODULE: Final = "freetokend.enginehost.build"
 
 
@@ -236,7 +238,8 @@ class _Host:
         probe = TokenProbe(built.engine, built.allocator, built.facts.bos_token_id or 0)
         first_token_s = probe.run()
         follower = _follower(built, self._log)
-        loop = self._loop(directory, attached, built, probe, backend.backend, follower)
+        parts = _parts(directory, attached, built, cpus, settings)
+        loop = self._loop(directory, attached, built, probe, backend.backend, follower, parts)
         self._live.source = loop.stats
         if built.cache is not None:
             self._live.cache_source = _counters(built.cache, follower)
@@ -273,6 +276,7 @@ class _Host:
         probe: TokenProbe,
         backend: str,
         follower: SplitFollower | None,
+        parts: BandwidthParts,
     ) -> StepLoop:
         client = self._client
         return StepLoop(
@@ -302,6 +306,7 @@ class _Host:
                 ),
                 beside=_pinning(built, self._log),
                 split=follower or NoSplit(),
+                bandwidth=BandwidthCommands(parts, send=client.send, log=self._log),
             ),
         )
 
@@ -379,6 +384,28 @@ def _sleeper(built: BuiltEngine, probe: TokenProbe) -> ElasticSleeper | None:
     if built.cache is None or built.kv is None:
         return None
     return ElasticSleeper(built.cache, built.kv, built.scheduler, probe.run, built.trim)
+
+
+def _parts(
+    directory: FtwDirectory,
+    attached: AttachedPool,
+    built: BuiltEngine,
+    cpus: CpuChoice,
+    settings: EngineSettings,
+) -> BandwidthParts:
+    """What can be measured; torch is there by now."""
+    parts = importlib.import_module(PARTS_MODULE)
+    made: BandwidthParts = parts.bandwidth_parts(
+        parts.machine_of(
+            directory,
+            attached.mapping.region_address,
+            cpus.cpus,
+            numerics=built.numerics,
+            link_bytes_per_s=float(settings.link_bytes_per_s) or None,
+            fills=built.cache is not None and built.device == Device.HOST.value,
+        )
+    )
+    return made
 
 
 def _follower(built: BuiltEngine, log: EventLogger) -> SplitFollower | None:

@@ -11,6 +11,17 @@ from types import MappingProxyType
 from typing import Final, assert_never
 
 from freetokend.api.link.v1 import link_pb2 as pb
+from freetokend.link.bandwidth_codec import (
+    decode_bandwidth,
+    decode_measure,
+    encode_bandwidth,
+    encode_measure,
+)
+from freetokend.link.bandwidth_messages import (
+    BandwidthMeasured,
+    BandwidthProgress,
+    MeasureBandwidth,
+)
 from freetokend.link.cache_codec import (
     decode_cache_description,
     decode_cache_stats,
@@ -144,6 +155,8 @@ def encode_engine_message(message: EngineMessage) -> pb.EngineMessage:
             return pb.EngineMessage(cache_verified=encode_verified(message))
         case TraceStarted() | TracedStep() | TraceEnded():
             return encode_trace(message)
+        case BandwidthProgress() | BandwidthMeasured():
+            return encode_bandwidth(message)
         case _:
             assert_never(message)
 
@@ -202,6 +215,8 @@ def decode_engine_message(message: pb.EngineMessage) -> EngineMessage:
             return decode_traced_step(message.traced_step)
         case "trace_ended":
             return decode_trace_ended(message.trace_ended)
+        case "bandwidth_progress" | "bandwidth_measured":
+            return decode_bandwidth(message)
         case _:
             raise LinkProtocolError("the engine sent a message without a known body")
 
@@ -227,6 +242,8 @@ def encode_control_message(message: ControlMessage) -> pb.ControlMessage:
             return pb.ControlMessage(start_trace=pb.StartTrace(trace_id=message.trace_id))
         case StopTrace():
             return pb.ControlMessage(stop_trace=pb.StopTrace(trace_id=message.trace_id))
+        case MeasureBandwidth():
+            return encode_measure(message)
         case _:
             assert_never(message)
 
@@ -256,6 +273,8 @@ def decode_control_message(message: pb.ControlMessage) -> ControlMessage:
             return StartTrace(trace_id=message.start_trace.trace_id)
         case "stop_trace":
             return StopTrace(trace_id=message.stop_trace.trace_id)
+        case "measure_bandwidth":
+            return decode_measure(message.measure_bandwidth)
         case _:
             raise LinkProtocolError("control sent a message without a known body")
 

@@ -9,6 +9,7 @@ from typing import Final, Protocol, Self
 
 from freetokend.core.cache_stats import CacheCounters
 from freetokend.core.errors import Reason
+from freetokend.link.bandwidth_messages import BandwidthMessage, MeasureBandwidth
 from freetokend.link.engine_settings import EngineSettings as EngineSettings  # noqa: PLC0414
 from freetokend.link.trace_messages import TraceCommand, TraceMessage
 from freetokend.policy.backend_choice import LayerBranch
@@ -393,11 +394,19 @@ EngineMessage = (
     | Failure
     | CacheAnswer
     | TraceMessage
+    | BandwidthMessage
 )
 """What the engine sends."""
 
 ControlMessage = (
-    EngineSettings | GenerateRequest | Cancel | Shutdown | SetLogLevel | CacheCommand | TraceCommand
+    EngineSettings
+    | GenerateRequest
+    | Cancel
+    | Shutdown
+    | SetLogLevel
+    | CacheCommand
+    | TraceCommand
+    | MeasureBandwidth
 )
 """What control sends."""
 

@@ -11,6 +11,11 @@ from typing import Final, Protocol, assert_never
 from freetokend.core.cache_stats import CacheCounters
 from freetokend.core.errors import ConfigError, Reason, reaction
 from freetokend.core.logs import is_routine
+from freetokend.link.bandwidth_messages import (
+    BandwidthMeasured,
+    BandwidthMessage,
+    BandwidthProgress,
+)
 from freetokend.link.handover import PoolHandover
 from freetokend.link.liveness import Liveness, LivenessLimits
 from freetokend.link.messages import (
@@ -108,6 +113,10 @@ class SessionEvents(Protocol):
 
     def session_cache_answer(self, answer: CacheAnswer) -> None:
         """The expert cache was resized or compared."""
+        ...
+
+    def session_bandwidth(self, message: BandwidthMessage) -> None:
+        """A measurement goes on, or has ended."""
         ...
 
     def session_traced(self, message: TraceMessage) -> None:
@@ -245,6 +254,9 @@ class EngineSession:
             case TraceStarted() | TracedStep() | TraceEnded():
                 self.liveness.worked(now_s)
                 self._events.session_traced(message)
+            case BandwidthProgress() | BandwidthMeasured():
+                self.liveness.worked(now_s)
+                self._events.session_bandwidth(message)
             case Hello():
                 self.kill("it said Hello twice")
             case _:

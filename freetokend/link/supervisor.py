@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Final
 
 from freetokend.core.errors import Reason, UnavailableError
+from freetokend.link.bandwidth_messages import BandwidthMeasured, BandwidthMessage
+from freetokend.link.bandwidth_requests import BandwidthRequests
 from freetokend.link.cache_requests import CacheRequests
 from freetokend.link.gpu_life import GpuLife
 from freetokend.link.liveness import LivenessLimits
@@ -75,6 +77,7 @@ class EngineSupervisor:
         self._requests = RequestTable()
         self._cache_requests = CacheRequests()
         self._trace_requests = TraceRequests()
+        self._bandwidth_requests = BandwidthRequests()
         self._session: EngineSession | None = None
         self._runner: asyncio.Task[None] | None = None
         self._idle_state = EngineState.STARTING  # the state while no session runs
@@ -247,6 +250,20 @@ class EngineSupervisor:
         session = self._ready_session("nothing can be recorded now")
         return await self._trace_requests.start(session.send, timeout_s)
 
+    async def measure_bandwidth(
+        self,
+        *,
+        parts: tuple[str, ...] = (),
+        limit_s: float,
+        progress: Callable[[str], None] = lambda part: None,
+    ) -> BandwidthMeasured:
+        """Measure bandwidths while nobody is served; progress: called with each part's name. A
+        request ends it early, which the answer says. Raises as `resize_cache` does."""
+        session = self._ready_session("nothing can be measured now")
+        return await self._bandwidth_requests.measure(
+            session.send, parts=parts, limit_s=limit_s, progress=progress
+        )
+
     def _ready_session(self, without: str) -> EngineSession:
         """The session of an engine that is ready, draining or not."""
         if self._session is None or self._session.state is not EngineState.READY:
@@ -285,6 +302,7 @@ class EngineSupervisor:
             Reason.DRAINING, "the service is stopping; the request was not finished in time"
         )
         self._trace_requests.fail(Reason.DRAINING, "the service is stopping")
+        self._bandwidth_requests.fail("the service is stopping")
         if self._session is not None:
             self._session.send(Shutdown(drain=False))
         if self._runner is not None:
@@ -314,9 +332,14 @@ class EngineSupervisor:
         """`SessionEvents`: pass it to the recording."""
         self._trace_requests.told(message)
 
+    def session_bandwidth(self, message: BandwidthMessage) -> None:
+        """`SessionEvents`: pass it to who measures."""
+        self._bandwidth_requests.told(message)
+
     def session_lost(self, cause: str) -> None:
         """`SessionEvents`: end every request in flight, now."""
         self._trace_requests.fail(Reason.ENGINE_FAILED, f"the engine {cause}")
+        self._bandwidth_requests.fail(f"the engine {cause} while bandwidths were measured")
         self._cache_requests.fail_all(f"the engine {cause} while its cache was at work")
         self._requests.fail_all(
             Reason.ENGINE_FAILED, f"the engine {cause}; the request is lost, send it again"

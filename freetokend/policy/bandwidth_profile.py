@@ -45,6 +45,11 @@ class FigureName(StrEnum):
     FILL_PAGEABLE = "fill_pageable_bytes_per_s"
     DISK_READ = "disk_read_bytes_per_s"
 
+    @property
+    def is_fixed_cost(self) -> bool:
+        """Seconds, where the others are bytes per second."""
+        return self in (FigureName.CPU_FIXED, FigureName.FILL_FIXED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
@@ -56,7 +61,7 @@ class Figure:
 
     def is_possible(self) -> bool:
         """Whether it can have been measured."""
-        least = 0.0 if self.name in (FigureName.CPU_FIXED, FigureName.FILL_FIXED) else 1.0
+        least = 0.0 if self.name.is_fixed_cost else 1.0
         return least <= self.value <= _MOST_VALUE and 0 <= self.threads_count <= 65_536
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, NoReturn, assert_never
 
 from freetokend.core.errors import Reason, reaction
+from freetokend.link.bandwidth_messages import BandwidthMeasured, MeasureBandwidth
 from freetokend.link.engine_side import EngineLinkClient
 from freetokend.link.messages import (
     CacheDescription,
@@ -209,6 +210,14 @@ class ScriptedEngine:
                 self._report()
             case VerifyCache():
                 self._client.send(verified(self._cache, message))
+            case MeasureBandwidth():
+                self._client.send(
+                    BandwidthMeasured(
+                        run_id=message.run_id,
+                        error_reason=Reason.MODEL_UNSUPPORTED,
+                        error_message="this engine is scripted and has nothing to measure",
+                    )
+                )
             case StartTrace():
                 self._client.send(
                     TraceStarted(

@@ -13,6 +13,7 @@ import pytest
 from freetokend.core import logs
 from freetokend.core.errors import InternalError, Reason, ResourceError
 from freetokend.engine.work import StepOutcome, StepWork
+from freetokend.enginehost.bandwidth_control import BandwidthCommands, BandwidthParts, Slices
 from freetokend.enginehost.cache_control import CacheCommands
 from freetokend.enginehost.faults import MOST_FAILURES_IN_A_ROW, step_fault
 from freetokend.enginehost.inbox import Inbox, Incoming
@@ -20,6 +21,11 @@ from freetokend.enginehost.loop import LoopCommands, StepLoop
 from freetokend.enginehost.probe import TokenProbe
 from freetokend.enginehost.trace_control import TraceCommands, Traced, no_experts
 from freetokend.kvcache.allocator import PageAllocator
+from freetokend.link.bandwidth_messages import (
+    BandwidthMeasured,
+    BandwidthMessage,
+    MeasureBandwidth,
+)
 from freetokend.link.messages import (
     CacheAnswer,
     CacheResized,
@@ -38,6 +44,7 @@ from freetokend.link.messages import (
     VerifyCache,
 )
 from freetokend.link.trace_messages import TracedStep, TraceEnded, TraceMessage, TraceStarted
+from freetokend.policy.bandwidth_profile import Figure, FigureName
 from freetokend.scheduler.limits import SchedulerLimits
 from freetokend.scheduler.scheduler import Scheduler
 from tests.enginehost.fake_cache import FakeCache
@@ -87,6 +94,7 @@ class Rig:
         sweep_tokens: int = 0,
         traced: Traced | None = None,
         beside: Callable[[], bool] = lambda: False,
+        bandwidth: BandwidthCommands | None = None,
     ) -> None:
         self.source: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         for message in messages:
@@ -114,6 +122,7 @@ class Rig:
             log=logs.logger("freetokend.test"),
             commands=LoopCommands(
                 beside=beside,
+                bandwidth=bandwidth,
                 cache=CacheCommands(cache, send=self.link.send, log=logs.logger("freetokend.test")),
                 traces=TraceCommands(
                     traced or no_experts(),
@@ -381,6 +390,36 @@ def test_an_idle_loop_answers_at_once_and_without_a_cache_refuses() -> None:
     assert [answer.error_message for answer in rig.link.answers] == [
         "this engine has no expert cache: backend cpu"
     ] * 2
+
+
+def test_a_request_ends_a_measurement_and_is_served() -> None:
+    def endless() -> Slices:
+        slices = 0
+        while True:
+            slices += 1
+            if slices == 3:
+                rig.source.put(request("a", [5], max_new_tokens=2))
+            yield Figure(name=FigureName.HOST_READ, value=1e9)
+
+    sent: list[BandwidthMessage] = []
+
+    def note(message: BandwidthMessage) -> None:
+        sent.append(message)
+
+    bandwidth = BandwidthCommands(
+        BandwidthParts(parts={"memory": endless}), send=note, log=logs.logger("freetokend.test")
+    )
+    rig = Rig(None, MeasureBandwidth(run_id="r", limit_s=60.0), bandwidth=bandwidth)
+    rig.link.on_report = lambda report: (
+        rig.source.put(Shutdown(drain=False)) if rig.ends() else None
+    )
+    assert rig.loop.run() == 0
+    measured = sent[-1]
+    assert isinstance(measured, BandwidthMeasured)
+    assert measured.interrupted == "a request came"
+    # the slice during which it came was the last one
+    assert len(measured.figures) == 3
+    assert rig.ends()["a"].finish_reason is FinishReason.LENGTH
 
 
 def test_what_is_done_beside_goes_on_between_steps_and_while_nothing_is_asked() -> None:

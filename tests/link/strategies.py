@@ -6,6 +6,11 @@ from hypothesis import strategies as st
 
 from freetokend.core.cache_stats import Bandwidth, CacheCounters, LayerCounters, SplitCounters
 from freetokend.core.errors import Reason
+from freetokend.link.bandwidth_messages import (
+    BandwidthMeasured,
+    BandwidthProgress,
+    MeasureBandwidth,
+)
 from freetokend.link.messages import (
     CacheDescription,
     CacheResized,
@@ -43,6 +48,7 @@ from freetokend.link.trace_messages import (
     TraceStarted,
 )
 from freetokend.policy.backend_choice import LayerBranch
+from freetokend.policy.bandwidth_profile import Figure, FigureName
 from freetokend.policy.vram_budget import VramFacts
 
 u32 = st.integers(0, 2**32 - 1)
@@ -303,6 +309,21 @@ engine_messages = st.one_of(
     st.builds(Failure, reason=st.sampled_from(Reason), message=texts),
     cache_answers,
     trace_messages,
+    st.builds(BandwidthProgress, run_id=texts, part=texts),
+    st.builds(
+        BandwidthMeasured,
+        run_id=texts,
+        figures=st.lists(
+            st.builds(Figure, name=st.sampled_from(FigureName), value=numbers, threads_count=u32),
+            max_size=3,
+        ).map(tuple),
+        interrupted=texts,
+        parts_left=st.lists(texts, max_size=3).map(tuple),
+        notes=st.lists(texts, max_size=3).map(tuple),
+        duration_s=numbers,
+        error_reason=st.none() | st.sampled_from(Reason),
+        error_message=texts,
+    ),
 )
 settings_messages = st.builds(
     EngineSettings,
@@ -361,6 +382,12 @@ control_messages = st.one_of(
     st.builds(SleepEngine, generation=u64),
     st.builds(WakeEngine, generation=u64, slots_count=u32, kv_pages_count=u64),
     st.builds(VerifyCache, request_id=texts),
+    st.builds(
+        MeasureBandwidth,
+        run_id=texts,
+        parts=st.lists(texts, max_size=3).map(tuple),
+        limit_s=numbers,
+    ),
     st.builds(StartTrace, trace_id=texts),
     st.builds(StopTrace, trace_id=texts),
 )
