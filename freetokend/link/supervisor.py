@@ -21,6 +21,7 @@ from freetokend.link.messages import (
     CacheResized,
     CacheVerified,
     Cancel,
+    EngineDescription,
     EngineSnapshot,
     EngineState,
     GenerateRequest,
@@ -125,7 +126,7 @@ class EngineSupervisor:
         return replace(
             common,
             pid=session.pid,
-            description=session.description,
+            description=_described_now(session),
             stats=session.stats,
             cache=session.cache,
             load=session.load,
@@ -431,3 +432,11 @@ class EngineSupervisor:
         self._gpu.is_retrying = True
         _log.info("gpu-tried-again", extra={"cause": self._gpu.state.fault})
         session.send(Shutdown(drain=True))
+
+
+def _described_now(session: EngineSession) -> EngineDescription | None:
+    """What it said of itself when it was ready, with what resizes have made of it since."""
+    described, tokens = session.description, session.stats.servable_context_tokens
+    if described is None or tokens in (0, described.servable_context_tokens):
+        return described
+    return replace(described, servable_context_tokens=tokens)

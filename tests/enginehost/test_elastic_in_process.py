@@ -120,6 +120,8 @@ async def test_a_deferred_shrink_is_done_when_it_comes_again(deep: FtwDirectory)
         assert await supervisor.carry_out(command) == again
         seen = await harness.wait_until(lambda now: now.stats.kv_pages_total_count == 2)
         assert seen.stats.servable_context_tokens == 64
+        assert seen.description is not None
+        assert seen.description.servable_context_tokens == 64, "as clients are told it"
         assert seen.stats.kv_bytes == again.kv_bytes
         assert seen.stats.generation == command.generation
         # What is accepted now is what the smaller pool can finish.
