@@ -289,6 +289,8 @@ class ScriptedEngine:
         if self._gate_fd >= 0:
             os.read(self._gate_fd, 1)
             self._take_messages(wait=False)
+            if not self._running or self._is_asleep:
+                return  # what the step was for has gone while it waited
         started_s = time.monotonic()
         self._stats = replace(self._stats, steps_count=self._stats.steps_count + 1)
         if self._cache is not None:
