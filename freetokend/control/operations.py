@@ -29,6 +29,10 @@ class ServiceOperations(Protocol):
         Raises `UnavailableError` when none comes."""
         ...
 
+    def refuse_waiting(self, message: str) -> int:
+        """Answer every request of an engine that sleeps: not now, and why; returns how many."""
+        ...
+
     async def verify_cache(self) -> CacheVerified:
         """Compare every resident slot of the expert cache with the pool."""
         ...

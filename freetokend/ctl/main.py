@@ -110,6 +110,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_reading(verbs)
     _add_changing(verbs)
+    _add_memory(verbs)
     _add_config(verbs)
     _add_ftw(verbs, wanted="ftw" in arguments)
     _add_trace(verbs)
@@ -253,6 +254,71 @@ def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
     _add_output(level)
     level.add_argument(
         "level", nargs="?", choices=("debug", "info", "warning", "error"), help="the new level"
+    )
+
+
+def _add_memory(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    resize = _add(
+        verbs,
+        "resize",
+        "memory:resize",
+        "change what the GPU's memory is used for, while requests run",
+        "Changes what the engine uses the GPU's memory for, while requests run, and tells what "
+        "really happened. The wish stands until the next one or a restart; what other programs "
+        "take still goes first. Exit code 75: it cannot be done now; 71: there is no such memory.",
+    )
+    size = resize.add_mutually_exclusive_group(required=True)
+    size.add_argument("--slots", metavar="N|P%", help="experts in the cache, or a share of them")
+    size.add_argument("--vram", metavar="SIZE", help="the most that the engine holds; 0: no limit")
+    size.add_argument("--kv", metavar="TOKENS", help="tokens of all contexts, as 65536 or 64k")
+    size.add_argument(
+        "--preset", choices=("auto", "minimum", "chat", "agent"), help="instead of other wishes"
+    )
+    resize.add_argument("--wait", action="store_true", help="until it is done, not only decided")
+    _add_output(resize)
+    hold = _add(
+        verbs,
+        "hold",
+        "memory:hold",
+        "keep memory of the GPU free for another program",
+        "Keeps memory of the GPU free for another program, until Ctrl-C or while COMMAND runs, "
+        "which is started as soon as the memory is free and whose exit code is passed on.",
+    )
+    hold.add_argument("--vram", metavar="SIZE", required=True, help="how much, such as 8GiB")
+    hold.add_argument("--reason", metavar="TEXT", default="", help="for those who see the hold")
+    hold.add_argument("command", nargs="*", metavar="-- COMMAND", help="what to hold it for")
+    _add_output(_add(verbs, "holds", "memory:holds", "list the holds that stand"))
+    _add_output(
+        _add(
+            verbs,
+            "sleep",
+            "memory:sleep",
+            "give the GPU back until a request comes",
+            "Gives all memory of the GPU back once no request runs or waits; the weights stay in "
+            "host memory and the next request wakes the engine. Exit code 75: requests still run.",
+        )
+    )
+    _add_output(
+        _add(
+            verbs,
+            "wake",
+            "memory:wake",
+            "take the GPU again without a request",
+            "Takes memory of the GPU again. Exit code 71: other programs leave too little of it.",
+        )
+    )
+    events = _add(
+        verbs,
+        "events",
+        "memory:events",
+        "show what happened to the memory, and why",
+        "Shows what happened to the memory of the GPU and of the host: decisions with their "
+        "reasons, resizes, holds, sleep. JSON is one object per line.",
+    )
+    _add_output(events)
+    events.add_argument("-w", "--watch", action="store_true", help="go on with what comes")
+    events.add_argument(
+        "--after", type=int, default=0, metavar="N", help="only those after number N"
     )
 
 

@@ -119,6 +119,10 @@ class Service:
         """See `ServiceOperations`."""
         return await self._engine().carry_out(command)
 
+    def refuse_waiting(self, message: str) -> int:
+        """See `ServiceOperations`."""
+        return self._engine().refuse_waiting(message)
+
     async def verify_cache(self) -> CacheVerified:
         """See `ServiceOperations`."""
         return await self._engine().verify_cache()

@@ -96,6 +96,10 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._buffers)
 
+    def ids(self) -> tuple[str, ...]:
+        """Of all of them."""
+        return tuple(self._buffers)
+
     def open(self, request_id: str, cancel: Callable[[str], None]) -> UpdateStream:
         """A stream for a new request. Raises `InternalError` when the id is in use."""
         if request_id in self._buffers:

@@ -236,6 +236,16 @@ class EngineSupervisor:
         session = self._ready_session("it cannot be resized now")
         return await self._cache_requests.carry_out(session.send, command, timeout_s)
 
+    def refuse_waiting(self, message: str) -> int:
+        """Answer every request of an engine that sleeps: not now, and why; returns how many."""
+        session = self._session
+        for request_id in self._requests.ids():
+            if session is not None and not session.withdraw(request_id):
+                session.send(Cancel(request_id=request_id))
+        refused_count = self._requests.fail_all(Reason.ENGINE_UNAVAILABLE, message)
+        self._refresh()
+        return refused_count
+
     async def verify_cache(self, *, timeout_s: float = CACHE_ANSWER_TIMEOUT_S) -> CacheVerified:
         """Compare every resident slot with the pool. Raises as `resize_cache` does."""
         session = self._ready_session("there is no expert cache now")

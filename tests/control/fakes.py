@@ -321,6 +321,10 @@ class FakeOperations:
             note=self.note,
         )
 
+    def refuse_waiting(self, message: str) -> int:
+        self.calls.append(("refuse-waiting", message))
+        return 0
+
     async def verify_cache(self) -> CacheVerified:
         self.calls.append(("verify-cache", None))
         if self.error is not None:

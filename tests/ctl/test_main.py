@@ -19,14 +19,16 @@ from freetokend.ctl.main import build_parser
 from tests.ctl.conftest import Ctl
 
 VERBS = ["status", "top", "wait", "cache", "version", "drain", "resume", "stop", "verify-cache"]
-VERBS += ["log-level", "config"]
+VERBS += ["log-level", "config", "sleep", "wake", "holds", "events"]
 OFFLINE = ["ftw", "plan", "trace"]
+# They need to be told what.
+ASKING = ["resize", "hold"]
 
 
 async def test_help_names_every_verb_and_exit_code(ctl: Ctl) -> None:
     done = await ctl("--help")
     assert (done.code, done.err) == (0, "")
-    for verb in [*VERBS, *OFFLINE]:
+    for verb in [*VERBS, *ASKING, *OFFLINE]:
         assert re.search(rf"^    {verb}( |$)", done.out, re.M), verb
     told = {int(code) for code in re.findall(r"^ +(\d+)  \w", done.out, re.M)}
     # 66 and 130 as a status of the table belong to HTTP requests only.
@@ -36,13 +38,13 @@ async def test_help_names_every_verb_and_exit_code(ctl: Ctl) -> None:
 
 async def test_the_documentation_tells_the_same(ctl: Ctl) -> None:
     text = (Path(__file__).parents[2] / "docs" / "freetokenctl.md").read_text()
-    for verb in [*VERBS, *OFFLINE]:
+    for verb in [*VERBS, *ASKING, *OFFLINE]:
         assert f"| `{verb}` |" in text
     codes = (await ctl("--help")).out.partition("exit codes:\n")[2].partition("\n\n")[0]
     assert f"```\n{codes}\n```\n" in text
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, *ASKING])
 async def test_every_verb_has_help(ctl: Ctl, verb: str) -> None:
     done = await ctl(verb, "--help")
     assert done.code == 0

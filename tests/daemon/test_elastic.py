@@ -283,3 +283,11 @@ async def test_sleep_gives_everything_back_and_a_request_wakes_the_engine(
         refused = await watch.admin.Wake(pb.WakeRequest())
         assert not refused.awake
         assert "The card is busy" in refused.reason
+        reply = await http.post("/v1/completions", json=completion(4, stream=False))
+        assert reply.status_code == 503
+        assert "The card is busy" in reply.text
+        nvml.change(used=0)
+        async with asyncio.timeout(DEADLINE_S):  # it heals by itself
+            while reply.status_code == 503:
+                reply = await http.post("/v1/completions", json=completion(4, stream=False))
+        assert reply.status_code == 200

@@ -28,6 +28,10 @@ class EnginePort(Protocol):
         none comes."""
         ...
 
+    def refuse_waiting(self, message: str) -> int:
+        """Answer every request of an engine that sleeps: not now, and why; returns how many."""
+        ...
+
 
 class Actuator:
     """Sends each command at once, as often as it is told to, and waits for all answers beside.

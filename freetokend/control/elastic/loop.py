@@ -27,6 +27,7 @@ from freetokend.policy.controller import (
     Hold,
     LoadModel,
     Phase,
+    Reason,
     ReasonCode,
     RefuseLongPrompts,
     RefuseWaiting,
@@ -44,6 +45,8 @@ from freetokend.policy.controller.division import sizes_of
 _LATE_RATIO: Final = 2.0
 # These say what a resize event says already.
 _TOLD_BY_RESIZES: Final = frozenset({ReasonCode.IN_FLIGHT})
+# What stands for less is on the way from one resize to the next.
+_STANDING_S: Final = 1.0
 # Answers that are kept for those who asked.
 _KEPT_COUNT: Final = 64
 
@@ -121,6 +124,9 @@ class ElasticLoop:
         self._commanded: dict[int, _Commanded] = {}
         self._results: dict[int, ResizeResult] = {}
         self._fault = ""
+        self._told_code: ReasonCode | None = None
+        self._standing_code: ReasonCode | None = None
+        self._standing_since_s = 0.0
         self._news = asyncio.Event()
         self._ticked = asyncio.Event()
         self._ticked_s: float | None = None
@@ -198,8 +204,7 @@ class ElasticLoop:
         self._tell_fault(readings)
         for command in commands:
             self._carry_out(command, before)
-        if not commands:
-            self._tell_standing(before)
+        self._tell_standing(now_s)
         ticked, self._ticked = self._ticked, asyncio.Event()
         ticked.set()
 
@@ -252,7 +257,7 @@ class ElasticLoop:
             case Resize() | Sleep() | Wake():
                 self._command(command, is_new=command.generation > before.generation)
             case RefuseWaiting():
-                self._tell_standing(before, EventKind.REFUSED)
+                self._refuse(command.reason)
             case DropSpill() | DropIdlePools() | RefuseLongPrompts() | UnloadModel() | LoadModel():
                 self.events.add(
                     EventKind.HOST_MEMORY, command.reason.code.value, command.reason.text
@@ -335,11 +340,24 @@ class ElasticLoop:
             size_bytes=sizes.size_bytes,
         )
 
-    def _tell_standing(self, before: State, kind: EventKind = EventKind.REASON) -> None:
-        """Once for each reason, whatever the figures in its text do."""
+    def _tell_standing(self, now_s: float) -> None:
+        """Once for each reason that stood for a while, whatever the figures in its text do."""
         standing = self._state.standing
-        if standing.code is not before.standing.code and standing.code not in _TOLD_BY_RESIZES:
-            self.events.add(kind, standing.code.value, standing.text)
+        if standing.code is not self._standing_code:
+            self._standing_code, self._standing_since_s = standing.code, now_s
+        lasted_s = now_s - self._standing_since_s
+        if standing.code is self._told_code or lasted_s < _STANDING_S:
+            return
+        self._told_code = standing.code
+        if standing.code not in _TOLD_BY_RESIZES:
+            self.events.add(EventKind.REASON, standing.code.value, standing.text)
+
+    def _refuse(self, reason: Reason) -> None:
+        """Requests are told at once; the event is told once as long as the reason is the same."""
+        self._around.port.refuse_waiting(reason.text)
+        if self._told_code is not reason.code:
+            self._told_code = reason.code
+            self.events.add(EventKind.REFUSED, reason.code.value, reason.text)
 
     def _tell_fault(self, readings: MachineReadings) -> None:
         fault = next((fault.reason for fault in readings.faults if fault.probe == "gpu"), "")
