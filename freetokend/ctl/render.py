@@ -20,6 +20,7 @@ def status_text(status: pb.Status) -> str:
         ("device", _device(status)),
         ("pool", _pool(status)),
         ("cache", cache_line(status.cache) if status.HasField("cache") else ""),
+        ("memory", _memory(status)),
         ("requests", _requests(status)),
         ("speed", _speed(status)),
         ("kv cache", _kv(status)),
@@ -183,6 +184,15 @@ def _speed(status: pb.Status) -> str:
     if status.engine.progress_age_s >= 1:
         text += f"; last progress {format_seconds(status.engine.progress_age_s)} ago"
     return text
+
+
+def _memory(status: pb.Status) -> str:
+    """What the engine uses the card for, and why it is that."""
+    elastic = status.elastic
+    if not elastic.HasField("actual"):
+        return ""
+    held = f"{format_bytes(elastic.actual.size_bytes)} of slots and KV"
+    return f"{'asleep' if elastic.asleep else held}; {elastic.reason}"
 
 
 def _kv(status: pb.Status) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ import pytest
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.api.control.v1 import control_pb2_grpc as pb_grpc
 from freetokend.ftw.convert import convert
-from tests.daemon.running import DEADLINE_S, Daemon, completion, daemon
+from tests.daemon.running import DEADLINE_S, Daemon, completion, ctl, daemon
 from tests.fakes.nvml import UNKNOWN, FakeGpu, FakeNvml
 from tests.support.tiny_checkpoints import write_tiny_qwen3_moe
 
@@ -291,3 +292,34 @@ async def test_sleep_gives_everything_back_and_a_request_wakes_the_engine(
             while reply.status_code == 503:
                 reply = await http.post("/v1/completions", json=completion(4, stream=False))
         assert reply.status_code == 200
+
+
+def own_name() -> str:
+    return Path("/proc/self/comm").read_text().strip()
+
+
+async def test_a_program_with_a_rule_and_nobody_who_asks(model_dir: Path, tmp_path: Path) -> None:
+    nvml = FakeNvml(tmp_path, CARD)
+    arguments = (
+        *("--model", str(model_dir), *SETTINGS),
+        *("--set", f"elastic.process_rules={own_name()}=40MiB"),
+        *("--set", "elastic.sleep_idle_s=4"),
+    )
+    async with (
+        daemon(*arguments, environment=nvml.environment) as running,
+        watched(running) as watch,
+        httpx.AsyncClient(base_url=await running.base_url(), timeout=DEADLINE_S) as http,
+    ):
+        await watch.until(whole)
+        # Hardly any memory is taken; it is the name that counts.
+        nvml.change(used=MIB, graphics={os.getpid(): MIB})
+        await watch.until(lambda now: slots(now) < EXPERTS)
+        await answer(http, 0)
+        status = await watch.until(lambda now: now.elastic.asleep)
+        assert "memory     asleep; " in (await ctl(running, "status"))[1]
+        assert status.elastic.actual.size_bytes == 0
+        codes = [(event.kind, event.code) for event in await watch.events()]
+        assert (pb.EVENT_KIND_RESIZE, "process-rule") in codes
+        assert (pb.EVENT_KIND_SLEEP, "idle") in codes
+        await answer(http, 0)
+        await watch.until(lambda now: slots(now) > 0)
