@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from freetokend.control.traces import Recording
+from freetokend.link.bandwidth_messages import BandwidthMeasured
 from freetokend.link.messages import CacheResized, CacheVerified, SizeCommand
 from freetokend.link.trace_messages import TraceStarted
 
@@ -39,6 +41,16 @@ class ServiceOperations(Protocol):
 
     async def record_trace(self) -> tuple[TraceStarted, Recording]:
         """Record which experts are chosen, until the recording is closed."""
+        ...
+
+    async def measure_bandwidth(
+        self,
+        *,
+        parts: tuple[str, ...] = (),
+        limit_s: float,
+        progress: Callable[[str], None] = lambda part: None,
+    ) -> BandwidthMeasured:
+        """Measure bandwidths while nobody is served; progress: called with each part's name."""
         ...
 
     def set_log_level(self, level: str) -> str:

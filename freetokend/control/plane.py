@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 import grpc.aio
@@ -14,12 +15,20 @@ from grpc_reflection.v1alpha import reflection
 
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.api.control.v1 import control_pb2_grpc as pb_grpc
+from freetokend.control.bandwidth import BandwidthKeeper, ProfiledMachine
 from freetokend.control.elastic import ElasticLoop, Surroundings, Wants
 from freetokend.control.errors import ErrorInterceptor
 from freetokend.control.metrics import Metrics
 from freetokend.control.metrics.meters import MeteredGateway
 from freetokend.control.operations import ServiceOperations
-from freetokend.control.probes import MachineWatch, ProbeSet, probe_query, real_probes
+from freetokend.control.probes import (
+    MachineReadings,
+    MachineWatch,
+    ProbeSet,
+    probe_query,
+    real_probes,
+)
+from freetokend.control.profiles import ProfileStore
 from freetokend.control.services import AdminService, MonitorService
 from freetokend.control.sockets import SocketPlace, prepare_directory
 from freetokend.control.state import StateKeeper
@@ -89,6 +98,16 @@ class ControlPlane:
             totals=self.metrics.totals,
             machine=self.machine.newest,
         )
+        self.bandwidth = BandwidthKeeper(
+            ProfiledMachine(
+                snapshot=gateway.snapshot,
+                driver_version=lambda: _driver_version(self.machine.newest()),
+                version=version,
+            ),
+            operations,
+            ProfileStore(Path(config.service.state_dir)),
+            interval_s=config.control.profile_interval_s,
+        )
         self.state.follow_elastic(self.elastic.status)
         self.metrics.follow(self.state.state)
         self._monitor = MonitorService(self.state, config, version, self.elastic)
@@ -122,6 +141,7 @@ class ControlPlane:
             asyncio.create_task(self._follow_health(), name="control-health"),
             asyncio.create_task(self.machine.run(), name="control-machine"),
             asyncio.create_task(self.elastic.run(), name="control-elastic"),
+            asyncio.create_task(self.bandwidth.run(), name="control-bandwidth"),
         ]
         _log.info(
             "control-listening",
@@ -183,6 +203,10 @@ class ControlPlane:
         status = health_pb2.HealthCheckResponse
         for service in services:
             await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+
+def _driver_version(readings: MachineReadings) -> str:
+    return "" if readings.gpu is None else readings.gpu.driver_version
 
 
 def _add_port(server: grpc.aio.Server, path: str) -> None:

@@ -25,6 +25,7 @@ from freetokend.daemon.http import HttpServer, http_address, listen
 from freetokend.daemon.notify import ServiceManager, own_watchdog_s
 from freetokend.daemon.reporting import ManagerReporter
 from freetokend.ftw.index import FtwIndex
+from freetokend.link.bandwidth_messages import BandwidthMeasured
 from freetokend.link.control_side import (
     EngineLaunch,
     EngineSupervisor,
@@ -130,6 +131,18 @@ class Service:
     async def record_trace(self) -> tuple[TraceStarted, TraceRecording]:
         """See `ServiceOperations`."""
         return await self._engine().record_trace()
+
+    async def measure_bandwidth(
+        self,
+        *,
+        parts: tuple[str, ...] = (),
+        limit_s: float,
+        progress: Callable[[str], None] = lambda part: None,
+    ) -> BandwidthMeasured:
+        """See `ServiceOperations`."""
+        return await self._engine().measure_bandwidth(
+            parts=parts, limit_s=limit_s, progress=progress
+        )
 
     def set_log_level(self, level: str) -> str:
         """See `ServiceOperations`."""

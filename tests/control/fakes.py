@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from freetokend.core.config import (
     resolve,
 )
 from freetokend.core.errors import FreetokenError
+from freetokend.link.bandwidth_messages import BandwidthMeasured
 from freetokend.link.messages import (
     CacheDescription,
     CacheResized,
@@ -324,6 +325,15 @@ class FakeOperations:
     def refuse_waiting(self, message: str) -> int:
         self.calls.append(("refuse-waiting", message))
         return 0
+
+    async def measure_bandwidth(
+        self,
+        *,
+        parts: tuple[str, ...] = (),
+        limit_s: float,
+        progress: Callable[[str], None] = lambda part: None,
+    ) -> BandwidthMeasured:
+        return BandwidthMeasured(run_id="r", interrupted="a request came")
 
     async def verify_cache(self) -> CacheVerified:
         self.calls.append(("verify-cache", None))

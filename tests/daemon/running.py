@@ -89,6 +89,7 @@ async def daemon(
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "freetokend.daemon", "--port", port),
             *("--set", f"service.runtime_dir={runtime_dir}"),
+            *("--set", f"service.state_dir={Path(name) / 'state'}"),
             *arguments,
             stdout=PIPE,
             stderr=PIPE,

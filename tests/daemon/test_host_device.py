@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -98,6 +99,7 @@ async def test_answers_are_those_without_a_cache_and_figures_are_true(model_dir:
             assert await texts(http) == expected
             second = await until_counted(running)
             await check_figures(running, http, first, second)
+            await check_profile(running.runtime_dir.with_name("state"))
             assert await metric(http, "cache_hits_total") > hits
         running.terminate()
         assert await running.wait_exit() == 0
@@ -146,6 +148,23 @@ async def check_figures(
     verified = await ctl_json(running, "verify-cache")
     assert verified["compared_count"] == second["resident_count"]
     assert verified["differences"] == []
+
+
+async def check_profile(state_dir: Path) -> None:
+    """Measured unasked once nobody is served, with the deployed experts."""
+    path = state_dir / "bandwidth" / "none.json"
+    async with asyncio.timeout(DEADLINE_S):
+        names: set[str] = set()
+        while not {"cpu_beside_bytes_per_s", "fill_beside_bytes_per_s"} <= names:
+            await asyncio.sleep(0.2)
+            if path.exists():
+                (entry,) = json.loads(path.read_text())["entries"]
+                names = {
+                    figure["name"] for one in entry["measurements"] for figure in one["figures"]
+                }
+    assert entry["measurements"][0]["source"] == "boot"
+    assert entry["format"] == "bf16"
+    assert entry["expert_bytes"] > 0
 
 
 async def check_split(http: httpx.AsyncClient) -> None:

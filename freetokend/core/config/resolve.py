@@ -413,6 +413,7 @@ def _built(values: Mapping[str, TomlScalar], details: tuple[ResolvedValue, ...])
             admin_group=text("control.admin_group"),
             gpu=text("control.gpu"),
             tick_s=float(values["control.tick_s"]),
+            profile_interval_s=float(values["control.profile_interval_s"]),
         ),
         elastic=_elastic(values),
         engine=EngineConfig(

@@ -52,6 +52,7 @@ class ControlConfig:
     admin_group: str
     gpu: str
     tick_s: float
+    profile_interval_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,6 +174,14 @@ _KEYS: Final = (
         (0.05, 60),
         "Time between two looks at the machine: GPU, memory, pressure and load.",
     ),
+    _number(
+        "control.profile_interval_s",
+        Kind.SECONDS,
+        600,
+        (0, 604800),
+        "Time between two measurements of bandwidths while nobody is served; 0: only where nothing "
+        "is known of what is served.",
+    ),
     Key(
         name="elastic.enabled",
         kind=Kind.BOOLEAN,
