@@ -81,6 +81,10 @@ class BandwidthKeeper:
         """Of the present GPU, or of none; what is on disk."""
         return self._stored
 
+    def wall_s(self) -> float:
+        """The Unix time now."""
+        return self._wall_clock()
+
     def key(self) -> ProfileKey | None:
         """Of what is served now; None without an engine."""
         engine = self._machine.snapshot().description

@@ -110,8 +110,8 @@ class ControlPlane:
         )
         self.state.follow_elastic(self.elastic.status)
         self.metrics.follow(self.state.state)
-        self._monitor = MonitorService(self.state, config, version, self.elastic)
-        self._admin = AdminService(self.state, operations, config, self.elastic)
+        self._monitor = MonitorService(self.state, config, version, self.elastic, self.bandwidth)
+        self._admin = AdminService(self.state, operations, config, self.elastic, self.bandwidth)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # missing in its stubs
         self._admin_place, self._monitor_place = _places(config)
         self._servers: list[grpc.aio.Server] = []

@@ -11,6 +11,8 @@ import grpc.aio
 
 from freetokend.api.control.v1 import control_pb2 as pb
 from freetokend.api.control.v1 import control_pb2_grpc as pb_grpc
+from freetokend.control.bandwidth import BandwidthKeeper
+from freetokend.control.bandwidth_answers import bandwidth_response, measuring
 from freetokend.control.cache import cache_response, verify_response
 from freetokend.control.checks import check_range
 from freetokend.control.config_values import config_values
@@ -47,8 +49,14 @@ class MonitorService(pb_grpc.MonitorServicer):
     """Read-only: answers from the keeper's present state and the resolved configuration."""
 
     def __init__(
-        self, keeper: StateKeeper, config: ResolvedConfig, version: str, elastic: ElasticLoop
+        self,
+        keeper: StateKeeper,
+        config: ResolvedConfig,
+        version: str,
+        elastic: ElasticLoop,
+        bandwidth: BandwidthKeeper,
     ) -> None:
+        self._bandwidth = bandwidth
         self._keeper = keeper
         self._elastic = elastic
         self._config = config
@@ -93,6 +101,12 @@ class MonitorService(pb_grpc.MonitorServicer):
         """The expert cache, or why there is none."""
         return cache_response(self._keeper.state())
 
+    async def GetBandwidth(  # noqa: N802 - the name is the protocol's
+        self, request: pb.GetBandwidthRequest, context: Context
+    ) -> pb.GetBandwidthResponse:
+        """The profiles, and what steps tell."""
+        return bandwidth_response(self._bandwidth, self._keeper.state().snapshot)
+
     async def WatchEvents(  # noqa: N802 - the name is the protocol's
         self, request: pb.WatchEventsRequest, context: Context
     ) -> AsyncIterator[pb.WatchEventsResponse]:
@@ -124,7 +138,9 @@ class AdminService(pb_grpc.AdminServicer):
         operations: ServiceOperations,
         config: ResolvedConfig,
         elastic: ElasticLoop,
+        bandwidth: BandwidthKeeper,
     ) -> None:
+        self._bandwidth = bandwidth
         self._keeper = keeper
         self._elastic = elastic
         self._resizes = HandResizes(elastic)
@@ -172,6 +188,14 @@ class AdminService(pb_grpc.AdminServicer):
         """Waits for the comparison."""
         found = await self._operations.verify_cache()
         return verify_response(found)
+
+    async def MeasureBandwidth(  # noqa: N802 - the name is the protocol's
+        self, request: pb.MeasureBandwidthRequest, context: Context
+    ) -> AsyncIterator[pb.MeasureBandwidthResponse]:
+        """Measures, and tells each part as it begins."""
+        _log.info("bandwidth-requested", parts=",".join(request.parts))
+        async for response in measuring(self._bandwidth, request):
+            yield response
 
     async def RecordTrace(  # noqa: N802 - the name is the protocol's
         self, request: pb.RecordTraceRequest, context: Context

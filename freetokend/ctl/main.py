@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 from freetokend.core.errors import FreetokenError, Reason, reaction
+from freetokend.ctl.arguments import SOCKET_HELP, Verbs, add_output, add_verb
+from freetokend.ctl.bandwidth_verbs import add_bandwidth
 from freetokend.ctl.quick_start import spare_imports
 
 # Their libraries do not like stand-ins for modules.
@@ -48,11 +50,6 @@ examples:
   freetokenctl ftw convert ~/models/Qwen3-30B-A3B /var/lib/freetokend/qwen3
   freetokenctl plan --gpu-gib 32 --b-p 52.7GB/s --b-h 60GB/s --model qwen3-30b-a3b
 """
-
-_SOCKET_HELP: Final = (
-    "control socket of the daemon (default: FREETOKEN_SOCKET, else the sockets in "
-    "this user's runtime directory and in /run/freetokend are tried)"
-)
 
 
 class Parser(argparse.ArgumentParser):
@@ -106,46 +103,22 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--socket", metavar="PATH", help=_SOCKET_HELP)
+    parser.add_argument("--socket", metavar="PATH", help=SOCKET_HELP)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_reading(verbs)
     _add_changing(verbs)
     _add_memory(verbs)
     _add_config(verbs)
     _add_ftw(verbs, wanted="ftw" in arguments)
+    add_bandwidth(verbs)
     _add_trace(verbs)
     _add_plan(verbs)
     return parser
 
 
-Verbs = argparse._SubParsersAction  # typing name only; argparse has no public one
-
-
-def _add(
-    verbs: Verbs[argparse.ArgumentParser], name: str, handler: str, help: str, description: str = ""
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        name, help=help, description=description or f"{help[:1].upper()}{help[1:]}."
-    )
-    parser.set_defaults(handler=handler)
-    # Suppressed: without the option here, the one before the verb must stay what it is.
-    parser.add_argument("--socket", metavar="PATH", default=argparse.SUPPRESS, help=_SOCKET_HELP)
-    return parser
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=("text", "json"),
-        default="text",
-        help="text for people, json for programs (its names are stable)",
-    )
-
-
 def _add_reading(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    _add_output(_add(verbs, "status", "reading:status", "show the state of the service"))
-    top = _add(
+    add_output(add_verb(verbs, "status", "reading:status", "show the state of the service"))
+    top = add_verb(
         verbs,
         "top",
         "top:top",
@@ -153,7 +126,7 @@ def _add_reading(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "Follows the state of the service: in place on a terminal, else a line per interval. "
         "Ctrl-C ends it.",
     )
-    _add_output(top)
+    add_output(top)
     top.add_argument(
         "--interval",
         type=float,
@@ -165,7 +138,7 @@ def _add_reading(verbs: Verbs[argparse.ArgumentParser]) -> None:
     top.add_argument(
         "--count", type=int, default=0, metavar="N", help="end after N updates (default: never)"
     )
-    wait = _add(
+    wait = add_verb(
         verbs,
         "wait",
         "reading:wait",
@@ -173,7 +146,7 @@ def _add_reading(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "Waits until the service takes requests, also for a daemon that is still to be started. "
         "Exit code 75: not in time; 69: no daemon was there, or its engine failed for good.",
     )
-    _add_output(wait)
+    add_output(wait)
     wait.add_argument(
         "--ready", action="store_true", help="wait for readiness (this is the default)"
     )
@@ -185,8 +158,8 @@ def _add_reading(verbs: Verbs[argparse.ArgumentParser]) -> None:
         dest="timeout_s",
         help="seconds to wait at most (default: %(default)s)",
     )
-    _add_output(
-        _add(
+    add_output(
+        add_verb(
             verbs,
             "cache",
             "cache:cache",
@@ -195,11 +168,13 @@ def _add_reading(verbs: Verbs[argparse.ArgumentParser]) -> None:
             "fills and the CPU, and where the rates come from. JSON has the whole fill table.",
         )
     )
-    _add_output(_add(verbs, "version", "reading:version", "show the versions of client and daemon"))
+    add_output(
+        add_verb(verbs, "version", "reading:version", "show the versions of client and daemon")
+    )
 
 
 def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    drain = _add(
+    drain = add_verb(
         verbs,
         "drain",
         "changing:drain",
@@ -207,7 +182,7 @@ def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "Refuses new requests (503, with a hint to retry) and waits for the running ones. "
         "Exit code 75: some still ran at the deadline. The service stays drained until `resume`.",
     )
-    _add_output(drain)
+    add_output(drain)
     drain.add_argument(
         "--timeout",
         type=float,
@@ -216,8 +191,8 @@ def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
         dest="timeout_s",
         help="seconds to wait at most (default: service.drain_timeout_s)",
     )
-    _add_output(_add(verbs, "resume", "changing:resume", "accept requests again after a drain"))
-    stop = _add(
+    add_output(add_verb(verbs, "resume", "changing:resume", "accept requests again after a drain"))
+    stop = add_verb(
         verbs,
         "stop",
         "changing:stop",
@@ -225,7 +200,7 @@ def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "Stops the daemon after a drain and waits until it has gone. Under systemd prefer "
         "`systemctl stop freetokend`.",
     )
-    _add_output(stop)
+    add_output(stop)
     stop.add_argument("--now", action="store_true", help="do not wait for running requests")
     stop.add_argument(
         "--timeout",
@@ -235,8 +210,8 @@ def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
         dest="timeout_s",
         help="seconds to wait for the end; the stop goes on (default: %(default)s)",
     )
-    _add_output(
-        _add(
+    add_output(
+        add_verb(
             verbs,
             "verify-cache",
             "cache:verify_cache",
@@ -245,20 +220,20 @@ def _add_changing(verbs: Verbs[argparse.ArgumentParser]) -> None:
             "steps; requests wait meanwhile. Exit code 1: a slot differs; 71: there is no cache.",
         )
     )
-    level = _add(
+    level = add_verb(
         verbs,
         "log-level",
         "changing:log_level",
         "show or change what is logged, until the next restart",
     )
-    _add_output(level)
+    add_output(level)
     level.add_argument(
         "level", nargs="?", choices=("debug", "info", "warning", "error"), help="the new level"
     )
 
 
 def _add_memory(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    resize = _add(
+    resize = add_verb(
         verbs,
         "resize",
         "memory:resize",
@@ -275,8 +250,8 @@ def _add_memory(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "--preset", choices=("auto", "minimum", "chat", "agent"), help="instead of other wishes"
     )
     resize.add_argument("--wait", action="store_true", help="until it is done, not only decided")
-    _add_output(resize)
-    hold = _add(
+    add_output(resize)
+    hold = add_verb(
         verbs,
         "hold",
         "memory:hold",
@@ -287,9 +262,9 @@ def _add_memory(verbs: Verbs[argparse.ArgumentParser]) -> None:
     hold.add_argument("--vram", metavar="SIZE", required=True, help="how much, such as 8GiB")
     hold.add_argument("--reason", metavar="TEXT", default="", help="for those who see the hold")
     hold.add_argument("command", nargs="*", metavar="-- COMMAND", help="what to hold it for")
-    _add_output(_add(verbs, "holds", "memory:holds", "list the holds that stand"))
-    _add_output(
-        _add(
+    add_output(add_verb(verbs, "holds", "memory:holds", "list the holds that stand"))
+    add_output(
+        add_verb(
             verbs,
             "sleep",
             "memory:sleep",
@@ -298,8 +273,8 @@ def _add_memory(verbs: Verbs[argparse.ArgumentParser]) -> None:
             "host memory and the next request wakes the engine. Exit code 75: requests still run.",
         )
     )
-    _add_output(
-        _add(
+    add_output(
+        add_verb(
             verbs,
             "wake",
             "memory:wake",
@@ -307,7 +282,7 @@ def _add_memory(verbs: Verbs[argparse.ArgumentParser]) -> None:
             "Takes memory of the GPU again. Exit code 71: other programs leave too little of it.",
         )
     )
-    events = _add(
+    events = add_verb(
         verbs,
         "events",
         "memory:events",
@@ -315,7 +290,7 @@ def _add_memory(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "Shows what happened to the memory of the GPU and of the host: decisions with their "
         "reasons, resizes, holds, sleep. JSON is one object per line.",
     )
-    _add_output(events)
+    add_output(events)
     events.add_argument("-w", "--watch", action="store_true", help="go on with what comes")
     events.add_argument(
         "--after", type=int, default=0, metavar="N", help="only those after number N"
@@ -325,7 +300,7 @@ def _add_memory(verbs: Verbs[argparse.ArgumentParser]) -> None:
 def _add_config(verbs: Verbs[argparse.ArgumentParser]) -> None:
     config = verbs.add_parser("config", help="show the configuration")
     config_verbs = config.add_subparsers(dest="config_verb", required=True, metavar="VERB")
-    show = _add(
+    show = add_verb(
         config_verbs,
         "show",
         "reading:config_show",
@@ -336,8 +311,8 @@ def _add_config(verbs: Verbs[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="also where each value was written, and why an automatic one is what it is",
     )
-    _add_output(show)
-    _add(
+    add_output(show)
+    add_verb(
         config_verbs,
         "keys",
         "config_keys:keys",
@@ -356,7 +331,7 @@ def _add_ftw(verbs: Verbs[argparse.ArgumentParser], *, wanted: bool) -> None:
 def _add_trace(verbs: Verbs[argparse.ArgumentParser]) -> None:
     trace = verbs.add_parser("trace", help="record routing, and compare cache policies on it")
     trace_verbs = trace.add_subparsers(dest="trace_verb", required=True, metavar="VERB")
-    record = _add(
+    record = add_verb(
         trace_verbs,
         "record",
         "trace_record:record",
@@ -385,8 +360,8 @@ def _add_trace(verbs: Verbs[argparse.ArgumentParser]) -> None:
         dest="steps_count",
         help="end after N steps of the engine (default: never)",
     )
-    _add_output(record)
-    replay = _add(
+    add_output(record)
+    replay = add_verb(
         trace_verbs,
         "replay",
         "trace_commands:replay",
@@ -402,11 +377,11 @@ def _add_trace(verbs: Verbs[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="slots of the cache; may be repeated (default: 5 to 80 %% of the experts)",
     )
-    _add_output(replay)
+    add_output(replay)
 
 
 def _add_plan(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    plan = _add(
+    plan = add_verb(
         verbs,
         "plan",
         "plan:plan",
@@ -458,7 +433,7 @@ def _add_plan(verbs: Verbs[argparse.ArgumentParser]) -> None:
         metavar="FORMAT",
         help="weight format of the experts, for a config.json (default: the checkpoint's)",
     )
-    _add_output(plan)
+    add_output(plan)
 
 
 def _seconds(text: str) -> float:

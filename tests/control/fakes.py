@@ -266,6 +266,9 @@ class FakeOperations:
         self.commands: list[SizeCommand] = []
         self.sizes = (CACHE.slots_count, CACHED_STATS.kv_pages_total_count)
         self.command_error: FreetokenError | None = None
+        # Control asks by itself too.
+        self.measured_parts: list[tuple[str, ...]] = []
+        self.measured = BandwidthMeasured(run_id="r", interrupted="a request came")
         self.outcome = ResizeOutcome.DONE
         self.note = ""
         self.still_running_count = 0
@@ -333,7 +336,12 @@ class FakeOperations:
         limit_s: float,
         progress: Callable[[str], None] = lambda part: None,
     ) -> BandwidthMeasured:
-        return BandwidthMeasured(run_id="r", interrupted="a request came")
+        self.measured_parts.append(parts)
+        if self.error is not None:
+            raise self.error
+        for part in parts or ("memory", "cpu"):
+            progress(part)
+        return self.measured
 
     async def verify_cache(self) -> CacheVerified:
         self.calls.append(("verify-cache", None))
