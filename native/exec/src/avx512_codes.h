@@ -65,23 +65,26 @@ struct Avx512Codes {
   }
 };
 
+// 2^24 times the codes: each stays in the top byte of its lane.
 template <>
 struct Avx512Codes<WeightKind::kInt8> {
   static constexpr std::size_t kStepColumns = 4;
   static constexpr std::size_t kStepBytes = 64;
-  static constexpr float kScaleFactor = 1.0F;
+  static constexpr float kScaleFactor = 0x1p-24F;
 
   template <class Sink>
   inline __attribute__((always_inline)) void step(const std::byte* at, const Sink& sink) const {
     const __m512i codes = _mm512_loadu_si512(at);
-    sink(Constant<0>{}, top_byte(_mm512_slli_epi32(codes, 24)));
+    sink(Constant<0>{}, _mm512_cvtepi32_ps(_mm512_slli_epi32(codes, 24)));
     sink(Constant<1>{}, top_byte(_mm512_slli_epi32(codes, 16)));
     sink(Constant<2>{}, top_byte(_mm512_slli_epi32(codes, 8)));
     sink(Constant<3>{}, top_byte(codes));
   }
 
  private:
-  static __m512 top_byte(__m512i lanes) { return _mm512_cvtepi32_ps(_mm512_srai_epi32(lanes, 24)); }
+  static __m512 top_byte(__m512i lanes) {
+    return _mm512_cvtepi32_ps(_mm512_and_si512(lanes, _mm512_set1_epi32(-0x1000000)));
+  }
 };
 
 // As half precision with its exponent 8 too small: exact, subnormal codes too.

@@ -43,8 +43,8 @@ struct UnitPanel {
                     std::size_t columns, std::byte* panel) {
     Activation units[kUnits];
     if constexpr (kUnitColumns == 1) {
-      Isa::store(units, Isa::load_bf16(values));
-      Isa::store(units + 16, Isa::load_bf16(values + 16));
+      Isa::store(units, Isa::load_activations(values));
+      Isa::store(units + 16, Isa::load_activations(values + 16));
     } else {
       std::memcpy(units, values, sizeof units);
     }
@@ -83,19 +83,25 @@ struct Avx512Products {
   // total <- total + scale * sum of the group - minimum * sum of its activations
   template <std::size_t Width>
   static inline __attribute__((always_inline)) void add_group(
-      const Scales& scales, const F (&part)[2][Width], bool has_minimum, std::size_t sums_per_group,
+      const Scales& scales, const F (&sum)[Width], bool has_minimum, std::size_t sums_per_group,
       const float* sums, F (&total)[Width]) {
 #pragma GCC unroll 8
-    for (std::size_t t = 0; t < Width; ++t) {
-      total[t] = Isa::fma(scales.scale, Isa::add(part[0][t], part[1][t]), total[t]);
-    }
+    for (std::size_t t = 0; t < Width; ++t) total[t] = Isa::fma(scales.scale, sum[t], total[t]);
     if (!has_minimum) return;
 #pragma GCC unroll 8
     for (std::size_t t = 0; t < Width; ++t) {
-      float sum = sums[t];
-      for (std::size_t i = 1; i < sums_per_group; ++i) sum += sums[i * Width + t];
-      total[t] = Isa::fma(scales.minimum, Isa::set1(-sum), total[t]);
+      float x_sum = sums[t];
+      for (std::size_t i = 1; i < sums_per_group; ++i) x_sum += sums[i * Width + t];
+      total[t] = Isa::fma(scales.minimum, Isa::set1(-x_sum), total[t]);
     }
+  }
+
+  // Of a group, or of 32 columns of it: even and odd units together.
+  template <std::size_t Width>
+  static inline __attribute__((always_inline)) void join(const F (&part)[2][Width],
+                                                         F (&sum)[Width]) {
+#pragma GCC unroll 8
+    for (std::size_t t = 0; t < Width; ++t) sum[t] = Isa::add(part[0][t], part[1][t]);
   }
 
   template <std::size_t Width>
@@ -106,8 +112,9 @@ struct Avx512Products {
 
   template <WeightKind Kind>
   static inline __attribute__((always_inline)) Scales scales_of(const Avx512Groups<Kind>& groups,
-                                                                std::size_t group) {
-    Scales scales = groups.scales(group);
+                                                                std::size_t group,
+                                                                std::size_t offset_bytes = 0) {
+    Scales scales = groups.scales(group, offset_bytes);
     if constexpr (Codes<Kind>::kScaleFactor != 1.0F) {
       scales.scale = Isa::mul(scales.scale, Isa::set1(Codes<Kind>::kScaleFactor));
     }
@@ -120,44 +127,94 @@ struct Avx512Products {
     for (std::size_t i = 0; i < Bytes; i += 64) Isa::prefetch(codes + i + kAheadBytes);
   }
 
-  // One block for one panel.
-  template <WeightKind Kind, std::size_t Width>
-  static void direct(const WeightFormat& format, const std::byte* block, std::size_t columns,
+  // Row blocks that one panel's products take side by side. A core reads several streams faster
+  // than one, and the sums of a single token would wait for each other.
+  static constexpr std::size_t blocks_at_once(std::size_t width) {
+    return width == 1 ? 4 : width <= 3 ? 2 : 1;
+  }
+
+  // Only these kinds have groups of more than 32 columns.
+  template <WeightKind Kind>
+  static constexpr bool may_have_parts() {
+    return Isa::kSumsOf32 && (Kind == WeightKind::kFp8Block || Kind == WeightKind::kInt8 ||
+                              Kind == WeightKind::kInt4);
+  }
+
+  // Blocks for one panel; acc: [block][token][16]. Parts: 32 columns of a group have a sum each.
+  template <WeightKind Kind, std::size_t Blocks, std::size_t Width, bool Parts>
+  static void direct(const WeightFormat& format, const std::byte* weights, std::size_t columns,
                      const std::byte* panel, float* acc) {
     constexpr std::size_t kStepUnits = Codes<Kind>::kStepColumns / kUnitColumns;
-    const Avx512Groups<Kind> groups(format, block, columns);
+    const std::size_t block_bytes = format.block_bytes(columns);
+    const Avx512Groups<Kind> groups(format, weights, columns);
     const Codes<Kind> codec{};
     const auto* x = reinterpret_cast<const Activation*>(panel);
     const auto* sums = reinterpret_cast<const float*>(panel + Panel::sums_offset(columns, Width));
     const std::size_t sums_per_group = groups.group_columns() / kPanelColumns;
-    F total[Width];
-    clear<Width>(total);
+    F total[Blocks][Width];
+#pragma GCC unroll 4
+    for (auto& of_block : total) clear<Width>(of_block);
     for (std::size_t group = 0; group < groups.count(); ++group) {
-      F part[2][Width];
-      clear<Width>(part[0]);
-      clear<Width>(part[1]);
+      F sum[Blocks][Width];
       const std::byte* codes = groups.codes(group);
-      const std::byte* end = codes + ceil_div(groups.columns(group), Codes<Kind>::kStepColumns) *
-                                         Codes<Kind>::kStepBytes;
+      std::size_t left = ceil_div(groups.columns(group), Codes<Kind>::kStepColumns);
+      bool first = true;
       do {
-        prefetch<Codes<Kind>::kStepBytes>(codes);
-        codec.step(
-            codes, [&](auto unit, W w) __attribute__((always_inline)) {
-              constexpr std::size_t kUnit = decltype(unit)::value;
+        std::size_t steps = left;
+        if constexpr (Parts) {
+          constexpr std::size_t kMost = kPanelColumns / Codes<Kind>::kStepColumns;
+          steps = left < kMost ? left : kMost;
+        }
+        F part[Blocks][2][Width];
+#pragma GCC unroll 4
+        for (auto& of_block : part) {
+          clear<Width>(of_block[0]);
+          clear<Width>(of_block[1]);
+        }
+        left -= steps;
+        do {
+#pragma GCC unroll 4
+          for (std::size_t b = 0; b < Blocks; ++b) {
+            const std::byte* at = codes + b * block_bytes;
+            prefetch<Codes<Kind>::kStepBytes>(at);
+            codec.step(
+                at, [&](auto unit, W w) __attribute__((always_inline)) {
+                  constexpr std::size_t kUnit = decltype(unit)::value;
 #pragma GCC unroll 8
-              for (std::size_t t = 0; t < Width; ++t) {
-                part[kUnit % 2][t] = Isa::accumulate(part[kUnit % 2][t], w, x + kUnit * Width + t);
-              }
-            });
-        codes += Codes<Kind>::kStepBytes;
-        x += kStepUnits * Width;
-      } while (codes != end);
-      add_group<Width>(scales_of<Kind>(groups, group), part, groups.has_minimum(), sums_per_group,
-                       sums, total);
+                  for (std::size_t t = 0; t < Width; ++t) {
+                    F& add = part[b][kUnit % 2][t];
+                    add = Isa::accumulate(add, w, x + kUnit * Width + t);
+                  }
+                });
+          }
+          codes += Codes<Kind>::kStepBytes;
+          x += kStepUnits * Width;
+        } while (--steps != 0);
+#pragma GCC unroll 4
+        for (std::size_t b = 0; b < Blocks; ++b) {
+          F joined[Width];
+          join<Width>(part[b], joined);
+#pragma GCC unroll 8
+          for (std::size_t t = 0; t < Width; ++t) {
+            sum[b][t] = first ? joined[t] : Isa::add(sum[b][t], joined[t]);
+          }
+        }
+        first = false;
+      } while (Parts && left != 0);
+#pragma GCC unroll 4
+      for (std::size_t b = 0; b < Blocks; ++b) {
+        add_group<Width>(scales_of<Kind>(groups, group, b * block_bytes), sum[b],
+                         groups.has_minimum(), sums_per_group, sums, total[b]);
+      }
       sums += sums_per_group * Width;
     }
+#pragma GCC unroll 4
+    for (std::size_t b = 0; b < Blocks; ++b) {
 #pragma GCC unroll 8
-    for (std::size_t t = 0; t < Width; ++t) Isa::store(acc + t * kRowsPerBlock, total[t]);
+      for (std::size_t t = 0; t < Width; ++t) {
+        Isa::store(acc + (b * Width + t) * kRowsPerBlock, total[b][t]);
+      }
+    }
   }
 
   // What every part of a block has in common; returns the number of groups that fit.
@@ -224,8 +281,9 @@ struct Avx512Products {
           part[1][t] = Isa::accumulate(part[1][t], units[1], x + Width + t);
         }
       }
-      add_group<Width>(tile.scales[group], part, tile.has_minimum, tile.sums_per_group, sums,
-                       total);
+      F sum[Width];
+      join<Width>(part, sum);
+      add_group<Width>(tile.scales[group], sum, tile.has_minimum, tile.sums_per_group, sums, total);
       sums += tile.sums_per_group * Width;
     }
 #pragma GCC unroll 8
@@ -254,23 +312,51 @@ struct Avx512Products {
     }
   }
 
+  // All blocks for one panel.
+  template <WeightKind Kind, std::size_t Width, bool Parts>
+  static void one_panel(const WeightFormat& format, const std::byte* weights, std::size_t blocks,
+                        std::size_t columns, const std::byte* panel, float* acc) {
+    constexpr std::size_t kBlocks = blocks_at_once(Width);
+    const std::size_t block_bytes = format.block_bytes(columns);
+    for (; blocks >= kBlocks; blocks -= kBlocks) {
+      direct<Kind, kBlocks, Width, Parts>(format, weights, columns, panel, acc);
+      weights += kBlocks * block_bytes;
+      acc += kBlocks * Width * kRowsPerBlock;
+    }
+    if constexpr (kBlocks == 1) return;
+    for (; blocks > 0; --blocks) {
+      direct<Kind, 1, Width, Parts>(format, weights, columns, panel, acc);
+      weights += block_bytes;
+      acc += Width * kRowsPerBlock;
+    }
+  }
+
+  using OnePanel = void (*)(const WeightFormat&, const std::byte*, std::size_t, std::size_t,
+                            const std::byte*, float*);
+  template <WeightKind Kind, bool Parts>
+  static constexpr OnePanel kOnePanel[kMaxWidth] = {
+      one_panel<Kind, 1, Parts>, one_panel<Kind, 2, Parts>, one_panel<Kind, 3, Parts>,
+      one_panel<Kind, 4, Parts>, one_panel<Kind, 5, Parts>, one_panel<Kind, 6, Parts>,
+      one_panel<Kind, 7, Parts>, one_panel<Kind, 8, Parts>};
+
   template <WeightKind Kind>
   static void blocks_of(const WeightFormat& format, const std::byte* weights, int blocks,
                         std::size_t columns, const DotPanel* panels, int panels_count) {
-    using Direct =
-        void (*)(const WeightFormat&, const std::byte*, std::size_t, const std::byte*, float*);
-    static constexpr Direct kDirect[kMaxWidth] = {direct<Kind, 1>, direct<Kind, 2>, direct<Kind, 3>,
-                                                  direct<Kind, 4>, direct<Kind, 5>, direct<Kind, 6>,
-                                                  direct<Kind, 7>, direct<Kind, 8>};
-    const std::size_t block_bytes = format.block_bytes(columns);
-    const auto width = static_cast<std::size_t>(panels[0].width);
-    for (int block = 0; block < blocks; ++block, weights += block_bytes) {
-      if (panels_count == 1) {
-        const std::size_t offset = static_cast<std::size_t>(block) * width * kRowsPerBlock;
-        kDirect[width - 1](format, weights, columns, panels[0].data, panels[0].acc + offset);
-      } else {
-        tiled<Kind>(format, weights, block, columns, panels, panels_count);
+    if (panels_count == 1) {
+      const auto width = static_cast<std::size_t>(panels[0].width);
+      OnePanel run = kOnePanel<Kind, false>[width - 1];
+      if constexpr (may_have_parts<Kind>()) {
+        if (Avx512Groups<Kind>(format, weights, columns).group_columns() > kPanelColumns) {
+          run = kOnePanel<Kind, true>[width - 1];
+        }
       }
+      run(format, weights, static_cast<std::size_t>(blocks), columns, panels[0].data,
+          panels[0].acc);
+      return;
+    }
+    const std::size_t block_bytes = format.block_bytes(columns);
+    for (int block = 0; block < blocks; ++block, weights += block_bytes) {
+      tiled<Kind>(format, weights, block, columns, panels, panels_count);
     }
   }
 

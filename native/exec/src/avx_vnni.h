@@ -17,6 +17,8 @@ struct AvxVnniInts {
   };
   static constexpr std::size_t kMaxWidth = 4;
   static constexpr std::size_t kChains = 1;  // two registers each are chains enough
+  // Sums of two blocks fit into the registers.
+  static constexpr std::size_t blocks_at_once(std::size_t width) { return width == 1 ? 2 : 1; }
 
   static __m256i half(const std::byte* at) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));

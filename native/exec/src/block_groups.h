@@ -68,13 +68,15 @@ class BlockGroups {
     }
   }
 
-  inline __attribute__((always_inline)) RowScales<Isa> scales(std::size_t group) const {
+  // offset_bytes: to another block of the same matrix.
+  inline __attribute__((always_inline)) RowScales<Isa> scales(std::size_t group,
+                                                              std::size_t offset_bytes = 0) const {
     if constexpr (Kind == WeightKind::kFp8Block) {
       float scale = 0;
-      std::memcpy(&scale, block_ + group * sizeof scale, sizeof scale);
+      std::memcpy(&scale, block_ + offset_bytes + group * sizeof scale, sizeof scale);
       return {Isa::set1(scale), Isa::zero()};
     } else {
-      return scales_of_rows(header(group), group % kTogether * kRowsPerBlock);
+      return scales_of_rows(header(group) + offset_bytes, group % kTogether * kRowsPerBlock);
     }
   }
 

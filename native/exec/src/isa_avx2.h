@@ -83,7 +83,10 @@ struct Avx2Isa {
     const __m256 value = _mm256_broadcast_ss(x);
     return {_mm256_fmadd_ps(w.lo, value, acc.lo), _mm256_fmadd_ps(w.hi, value, acc.hi)};
   }
-  static void prefetch(const std::byte* address) { _mm_prefetch(address, _MM_HINT_T0); }
+  // GCC takes a function that only prefetches for one without effect and drops calls of it.
+  static inline __attribute__((always_inline)) void prefetch(const std::byte* address) {
+    _mm_prefetch(address, _MM_HINT_T0);
+  }
 
   // One cache line of a stream, mixed into `sum`.
   using Line = __m256i;

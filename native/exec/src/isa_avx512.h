@@ -56,6 +56,9 @@ struct Avx512Isa {
   using Activation = float;
   using W = F;
   static constexpr int kSteps = 2;
+  // Whether 32 columns have sums of their own within a group that has more.
+  static constexpr bool kSumsOf32 = false;
+  static F load_activations(const Bf16* p) { return load_bf16(p); }
   template <int Step>
   static W decode(const std::byte* pair) {
     const __m512i pairs = _mm512_load_si512(pair);
@@ -68,7 +71,10 @@ struct Avx512Isa {
   static F accumulate(F acc, W w, const Activation* x) {
     return _mm512_fmadd_ps(w, _mm512_set1_ps(*x), acc);
   }
-  static void prefetch(const std::byte* address) { _mm_prefetch(address, _MM_HINT_T0); }
+  // GCC takes a function that only prefetches for one without effect and drops calls of it.
+  static inline __attribute__((always_inline)) void prefetch(const std::byte* address) {
+    _mm_prefetch(address, _MM_HINT_T0);
+  }
 
   // One cache line of a stream, mixed into `sum`.
   using Line = __m512i;

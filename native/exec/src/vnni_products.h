@@ -92,6 +92,8 @@ struct VnniProducts {
   using F = typename Isa::F;
   using I = typename Ints::I;
   static constexpr std::size_t kMaxWidth = Ints::kMaxWidth;
+  // Row blocks that a call takes at once for several panels.
+  static constexpr std::size_t kBlocksAtOnce = 4;
   // Sums that a token's products alternate between, to hide their latency; integers, so that their
   // number changes nothing.
   static constexpr std::size_t kChains = Ints::kChains;
@@ -118,8 +120,9 @@ struct VnniProducts {
     }
   }
 
-  template <WeightKind Kind, std::size_t Width>
-  static void direct(const WeightFormat& format, const std::byte* block, std::size_t columns,
+  // blocks: side by side; acc: [block][token][16].
+  template <WeightKind Kind, std::size_t Blocks, std::size_t Width>
+  static void direct(const WeightFormat& format, const std::byte* weights, std::size_t columns,
                      const std::byte* panel, float* acc) {
     using Codes = VnniCodes<Ints, Kind>;
     using Panel = VnniPanel<Isa, Ints, Codes::kOrder>;
@@ -127,7 +130,8 @@ struct VnniProducts {
     constexpr std::size_t kPartColumns = kHalves ? 16 : 32;
     constexpr std::size_t kSteps = kPartColumns / Codes::kStepColumns;
     constexpr std::size_t kStepQuads = Codes::kStepColumns / 4;
-    const Groups<Kind> groups(format, block, columns);
+    const std::size_t block_bytes = format.block_bytes(columns);
+    const Groups<Kind> groups(format, weights, columns);
     const Codes codec{};
     const auto* x = reinterpret_cast<const std::int32_t*>(panel);
     const auto* x_scales =
@@ -135,69 +139,111 @@ struct VnniProducts {
     const auto* sums =
         reinterpret_cast<const std::int32_t*>(panel + Panel::sums_offset(columns, Width));
     const std::size_t parts = groups.group_columns() / kPartColumns;
-    F total[Width];
+    F total[Blocks][Width];
+#pragma GCC unroll 4
+    for (auto& of_block : total) {
 #pragma GCC unroll 8
-    for (std::size_t t = 0; t < Width; ++t) total[t] = Isa::zero();
+      for (auto& of_token : of_block) of_token = Isa::zero();
+    }
     for (std::size_t group = 0; group < groups.count(); ++group) {
       const std::byte* codes = groups.codes(group);
-      auto scales = groups.scales(group);
-      if constexpr (Codes::kScaleFactor != 1.0F) {
-        scales.scale = Isa::mul(scales.scale, Isa::set1(Codes::kScaleFactor));
-      }
       for (std::size_t part = 0; part < parts; ++part) {
         std::int32_t x_sums[Width];
-        I dots[kChains][Width];
+        I first_dots[Width];
 #pragma GCC unroll 8
         for (std::size_t t = 0; t < Width; ++t) {
           x_sums[t] = kHalves ? sums[t] : sums[t] + sums[Width + t];
-          dots[0][t] = Ints::set1(-Codes::kOffset * x_sums[t]);
-          if constexpr (kChains == 2) dots[1][t] = Ints::set1(0);
+          first_dots[t] = Ints::set1(-Codes::kOffset * x_sums[t]);
         }
         sums += (kHalves ? 1 : 2) * Width;
-#pragma GCC unroll 8
-        for (std::size_t step = 0; step < kSteps; ++step) {
 #pragma GCC unroll 4
-          for (std::size_t i = 0; i < Codes::kStepBytes; i += 64) {
-            Isa::prefetch(codes + i + kAheadBytes);
-          }
-          codec.step(
-              codes, [&](auto quad, I w) __attribute__((always_inline)) {
-                constexpr std::size_t kQuad = decltype(quad)::value;
+        for (std::size_t b = 0; b < Blocks; ++b) {
+          I dots[kChains][Width];
 #pragma GCC unroll 8
-                for (std::size_t t = 0; t < Width; ++t) {
-                  I& sum = dots[(step * kStepQuads + kQuad) % kChains][t];
-                  sum = Ints::dot(sum, w, x + kQuad * Width + t);
-                }
-              });
-          codes += Codes::kStepBytes;
-          x += kStepQuads * Width;
+          for (std::size_t t = 0; t < Width; ++t) {
+            dots[0][t] = first_dots[t];
+            if constexpr (kChains == 2) dots[1][t] = Ints::set1(0);
+          }
+#pragma GCC unroll 8
+          for (std::size_t step = 0; step < kSteps; ++step) {
+            const std::byte* at = codes + b * block_bytes + step * Codes::kStepBytes;
+#pragma GCC unroll 4
+            for (std::size_t i = 0; i < Codes::kStepBytes; i += 64) {
+              Isa::prefetch(at + i + kAheadBytes);
+            }
+            const std::int32_t* of_step = x + step * kStepQuads * Width;
+            codec.step(
+                at, [&](auto quad, I w) __attribute__((always_inline)) {
+                  constexpr std::size_t kQuad = decltype(quad)::value;
+#pragma GCC unroll 8
+                  for (std::size_t t = 0; t < Width; ++t) {
+                    I& sum = dots[(step * kStepQuads + kQuad) % kChains][t];
+                    sum = Ints::dot(sum, w, of_step + kQuad * Width + t);
+                  }
+                });
+          }
+          auto scales = groups.scales(group, b * block_bytes);
+          if constexpr (Codes::kScaleFactor != 1.0F) {
+            scales.scale = Isa::mul(scales.scale, Isa::set1(Codes::kScaleFactor));
+          }
+          add_part<Width>(scales, groups.has_minimum(), dots, x_scales, x_sums, total[b]);
         }
-        add_part<Width>(scales, groups.has_minimum(), dots, x_scales, x_sums, total);
+        codes += kSteps * Codes::kStepBytes;
+        x += kSteps * kStepQuads * Width;
         if (!kHalves || group % 2 == 1) x_scales += Width;
       }
     }
+#pragma GCC unroll 4
+    for (std::size_t b = 0; b < Blocks; ++b) {
 #pragma GCC unroll 8
-    for (std::size_t t = 0; t < Width; ++t) Isa::store(acc + t * kRowsPerBlock, total[t]);
+      for (std::size_t t = 0; t < Width; ++t) {
+        Isa::store(acc + (b * Width + t) * kRowsPerBlock, total[b][t]);
+      }
+    }
   }
 
-  using Direct = void (*)(const WeightFormat&, const std::byte*, std::size_t, const std::byte*,
-                          float*);
+  // Blocks of 16 rows for the tokens of one panel.
+  template <WeightKind Kind, std::size_t Width>
+  static void one_panel(const WeightFormat& format, const std::byte* weights, std::size_t blocks,
+                        std::size_t columns, const std::byte* panel, float* acc) {
+    constexpr std::size_t kBlocks = Ints::blocks_at_once(Width);
+    const std::size_t block_bytes = format.block_bytes(columns);
+    for (; blocks >= kBlocks; blocks -= kBlocks) {
+      direct<Kind, kBlocks, Width>(format, weights, columns, panel, acc);
+      weights += kBlocks * block_bytes;
+      acc += kBlocks * Width * kRowsPerBlock;
+    }
+    if constexpr (kBlocks == 1) return;
+    for (; blocks > 0; --blocks) {
+      direct<Kind, 1, Width>(format, weights, columns, panel, acc);
+      weights += block_bytes;
+      acc += Width * kRowsPerBlock;
+    }
+  }
+
+  using OnePanel = void (*)(const WeightFormat&, const std::byte*, std::size_t, std::size_t,
+                            const std::byte*, float*);
   template <WeightKind Kind, std::size_t... Index>
-  static constexpr std::array<Direct, kMaxWidth> all_widths(std::index_sequence<Index...> /*i*/) {
-    return {direct<Kind, Index + 1>...};
+  static constexpr std::array<OnePanel, kMaxWidth> all_widths(std::index_sequence<Index...> /*i*/) {
+    return {one_panel<Kind, Index + 1>...};
   }
 
   template <WeightKind Kind>
   static void dot(const WeightFormat& format, const std::byte* weights, int blocks,
                   std::size_t columns, const DotPanel* panels, int panels_count) {
-    static constexpr auto kDirect = all_widths<Kind>(std::make_index_sequence<kMaxWidth>{});
+    static constexpr auto kOnePanel = all_widths<Kind>(std::make_index_sequence<kMaxWidth>{});
     const std::size_t block_bytes = format.block_bytes(columns);
-    for (int block = 0; block < blocks; ++block, weights += block_bytes) {
+    // As many blocks as stay in the cache between two panels.
+    const int step = panels_count == 1 ? blocks : static_cast<int>(kBlocksAtOnce);
+    for (int block = 0; block < blocks; block += step) {
+      const int count = blocks - block < step ? blocks - block : step;
       for (int i = 0; i < panels_count; ++i) {
         const auto width = static_cast<std::size_t>(panels[i].width);
         float* acc = panels[i].acc + static_cast<std::size_t>(block) * width * kRowsPerBlock;
-        kDirect.data()[width - 1](format, weights, columns, panels[i].data, acc);
+        kOnePanel.data()[width - 1](format, weights, static_cast<std::size_t>(count), columns,
+                                    panels[i].data, acc);
       }
+      weights += static_cast<std::size_t>(count) * block_bytes;
     }
   }
 
