@@ -73,6 +73,20 @@ def downloaded(requirement: str, pattern: str, *, source: bool) -> Path:
     return found[-1]
 
 
+def _extract(tar: tarfile.TarFile, directory: Path) -> None:
+    """All files below `directory`; refuses names that lead out of it."""
+    if hasattr(tarfile, "data_filter"):
+        tar.extractall(directory, filter="data")
+        return
+    # Python 3.11.2, which Debian 12 has, knows no filters
+    inside = directory.resolve()
+    for member in tar:
+        if not (inside / member.name).resolve().is_relative_to(inside):
+            raise PeerUnavailableError(f"{directory} is not where {member.name} would go: left out")
+        if member.isfile() or member.isdir():
+            tar.extract(member, directory)
+
+
 def unpacked(archive: Path) -> Path:
     """The directory of a source archive's contents (its single top directory)."""
     target = cache_directory() / "sources"
@@ -81,7 +95,7 @@ def unpacked(archive: Path) -> Path:
     if not top.exists():
         partial = target / f"{top.name}.partial"
         with tarfile.open(archive) as tar:
-            tar.extractall(partial, filter="data")
+            _extract(tar, partial)
         (partial / top.name).rename(top)
         partial.rmdir()
     return top

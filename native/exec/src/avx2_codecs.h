@@ -277,6 +277,44 @@ struct Fp8Codec : Separate {
   }
 };
 
+// The same where a multiplication of a subnormal number costs an assist of 150 cycles (Intel): as
+// half precision with its exponent 8 too small, which the conversion makes normal. The sums are the
+// same.
+struct Fp8HalvesCodec : Separate {
+  static constexpr float kInput = 1.0F;
+  static constexpr float kUnit = 256.0F;
+  static constexpr std::size_t kStepColumns = 8;
+  static constexpr std::size_t kStepBytes = 128;
+
+  static void put(float* out, __m256 first, __m256 second) { put_in_order(out, first, second); }
+
+  template <class Sink>
+  static inline __attribute__((always_inline)) void step(Code at, Sink& sink) {
+    pair<0>(at, sink);
+    pair<1>(at + 32, sink);
+    pair<2>(at + 64, sink);
+    pair<3>(at + 96, sink);
+  }
+
+ private:
+  // Codes in the upper bytes of 16-bit words. The sign stays, a copy of it comes below, where the
+  // half has its fifth bit of exponent.
+  static __m256i halves(__m256i on_top) {
+    return _mm256_and_si256(_mm256_srai_epi16(on_top, 1), _mm256_set1_epi16(-0x4080));
+  }
+
+  template <int Pair, class Sink>
+  static inline __attribute__((always_inline)) void pair(Code at, Sink& sink) {
+    const __m256i codes = load_codes(at);
+    const __m256i even = halves(_mm256_slli_epi16(codes, 8));
+    const __m256i odd = halves(codes);
+    sink.template take<Pair, 0>(_mm256_cvtph_ps(_mm256_castsi256_si128(even)));
+    sink.template take<Pair, 1>(_mm256_cvtph_ps(_mm256_castsi256_si128(odd)));
+    sink.template take<Pair, 2>(_mm256_cvtph_ps(_mm256_extracti128_si256(even, 1)));
+    sink.template take<Pair, 3>(_mm256_cvtph_ps(_mm256_extracti128_si256(odd, 1)));
+  }
+};
+
 // The values of a Separate codec as an interleaved one has them, at a shuffle more for each: worth
 // it where they are used for many tokens, whose factors are then half the loads.
 template <class Codec>

@@ -133,18 +133,12 @@ struct Avx512Products {
     return width == 1 ? 4 : width <= 3 ? 2 : 1;
   }
 
-  // Only these kinds have groups of more than 32 columns.
-  template <WeightKind Kind>
-  static constexpr bool may_have_parts() {
-    return Isa::kSumsOf32 && (Kind == WeightKind::kFp8Block || Kind == WeightKind::kInt8 ||
-                              Kind == WeightKind::kInt4);
-  }
-
-  // Blocks for one panel; acc: [block][token][16]. Parts: 32 columns of a group have a sum each.
-  template <WeightKind Kind, std::size_t Blocks, std::size_t Width, bool Parts>
+  // Blocks for one panel; acc: [block][token][16].
+  template <WeightKind Kind, std::size_t Blocks, std::size_t Width>
   static void direct(const WeightFormat& format, const std::byte* weights, std::size_t columns,
                      const std::byte* panel, float* acc) {
     constexpr std::size_t kStepUnits = Codes<Kind>::kStepColumns / kUnitColumns;
+    constexpr bool kParts = Isa::kSumsOf32 && Kind == WeightKind::kFp8Block;
     const std::size_t block_bytes = format.block_bytes(columns);
     const Avx512Groups<Kind> groups(format, weights, columns);
     const Codes<Kind> codec{};
@@ -161,7 +155,7 @@ struct Avx512Products {
       bool first = true;
       do {
         std::size_t steps = left;
-        if constexpr (Parts) {
+        if constexpr (kParts) {
           constexpr std::size_t kMost = kPanelColumns / Codes<Kind>::kStepColumns;
           steps = left < kMost ? left : kMost;
         }
@@ -200,7 +194,7 @@ struct Avx512Products {
           }
         }
         first = false;
-      } while (Parts && left != 0);
+      } while (kParts && left != 0);
 #pragma GCC unroll 4
       for (std::size_t b = 0; b < Blocks; ++b) {
         add_group<Width>(scales_of<Kind>(groups, group, b * block_bytes), sum[b],
@@ -313,45 +307,36 @@ struct Avx512Products {
   }
 
   // All blocks for one panel.
-  template <WeightKind Kind, std::size_t Width, bool Parts>
+  template <WeightKind Kind, std::size_t Width>
   static void one_panel(const WeightFormat& format, const std::byte* weights, std::size_t blocks,
                         std::size_t columns, const std::byte* panel, float* acc) {
     constexpr std::size_t kBlocks = blocks_at_once(Width);
     const std::size_t block_bytes = format.block_bytes(columns);
     for (; blocks >= kBlocks; blocks -= kBlocks) {
-      direct<Kind, kBlocks, Width, Parts>(format, weights, columns, panel, acc);
+      direct<Kind, kBlocks, Width>(format, weights, columns, panel, acc);
       weights += kBlocks * block_bytes;
       acc += kBlocks * Width * kRowsPerBlock;
     }
     if constexpr (kBlocks == 1) return;
     for (; blocks > 0; --blocks) {
-      direct<Kind, 1, Width, Parts>(format, weights, columns, panel, acc);
+      direct<Kind, 1, Width>(format, weights, columns, panel, acc);
       weights += block_bytes;
       acc += Width * kRowsPerBlock;
     }
   }
 
-  using OnePanel = void (*)(const WeightFormat&, const std::byte*, std::size_t, std::size_t,
-                            const std::byte*, float*);
-  template <WeightKind Kind, bool Parts>
-  static constexpr OnePanel kOnePanel[kMaxWidth] = {
-      one_panel<Kind, 1, Parts>, one_panel<Kind, 2, Parts>, one_panel<Kind, 3, Parts>,
-      one_panel<Kind, 4, Parts>, one_panel<Kind, 5, Parts>, one_panel<Kind, 6, Parts>,
-      one_panel<Kind, 7, Parts>, one_panel<Kind, 8, Parts>};
-
   template <WeightKind Kind>
   static void blocks_of(const WeightFormat& format, const std::byte* weights, int blocks,
                         std::size_t columns, const DotPanel* panels, int panels_count) {
+    using OnePanel = void (*)(const WeightFormat&, const std::byte*, std::size_t, std::size_t,
+                              const std::byte*, float*);
+    static constexpr OnePanel kOnePanel[kMaxWidth] = {
+        one_panel<Kind, 1>, one_panel<Kind, 2>, one_panel<Kind, 3>, one_panel<Kind, 4>,
+        one_panel<Kind, 5>, one_panel<Kind, 6>, one_panel<Kind, 7>, one_panel<Kind, 8>};
     if (panels_count == 1) {
       const auto width = static_cast<std::size_t>(panels[0].width);
-      OnePanel run = kOnePanel<Kind, false>[width - 1];
-      if constexpr (may_have_parts<Kind>()) {
-        if (Avx512Groups<Kind>(format, weights, columns).group_columns() > kPanelColumns) {
-          run = kOnePanel<Kind, true>[width - 1];
-        }
-      }
-      run(format, weights, static_cast<std::size_t>(blocks), columns, panels[0].data,
-          panels[0].acc);
+      kOnePanel[width - 1](format, weights, static_cast<std::size_t>(blocks), columns,
+                           panels[0].data, panels[0].acc);
       return;
     }
     const std::size_t block_bytes = format.block_bytes(columns);

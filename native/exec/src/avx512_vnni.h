@@ -10,8 +10,9 @@ namespace {
 
 struct Avx512Ints {
   using I = __m512i;
-  static constexpr std::size_t kMaxWidth = 8;
-  static constexpr std::size_t kChains = 2;
+  // As many sums as the registers hold beside totals and codes.
+  static constexpr std::size_t max_width(std::size_t digits) { return digits == 1 ? 8 : 6; }
+  static constexpr std::size_t chains(std::size_t digits) { return digits == 1 ? 2 : 1; }
   // A core reads several streams faster than one.
   static constexpr std::size_t blocks_at_once(std::size_t width) {
     return width == 1 ? 4 : width <= 3 ? 2 : 1;
@@ -22,7 +23,19 @@ struct Avx512Ints {
   static I bytes16(__m128i bytes) { return _mm512_broadcast_i32x4(bytes); }
   static I add(I a, I b) { return _mm512_add_epi32(a, b); }
   static __m512 to_float(I a) { return _mm512_cvtepi32_ps(a); }
-  static __m128i round(__m512 a) { return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)); }
+  static __m512i words(__m512 a) { return _mm512_cvtps_epi32(a); }
+  static void digits(__m512 a, __m128i (&out)[1]) { out[0] = _mm512_cvtepi32_epi8(words(a)); }
+  // Each digit but the last from -128 to 127.
+  static void digits(__m512 a, __m128i (&out)[3]) {
+    const __m512i half = _mm512_set1_epi32(128);
+    const __m512i first = words(a);
+    const __m512i second = _mm512_srai_epi32(_mm512_add_epi32(first, half), 8);
+    const __m512i third = _mm512_srai_epi32(_mm512_add_epi32(second, half), 8);
+    out[0] = _mm512_cvtepi32_epi8(first);
+    out[1] = _mm512_cvtepi32_epi8(second);
+    out[2] = _mm512_cvtepi32_epi8(third);
+  }
+  static I times_256(I a) { return _mm512_slli_epi32(a, 8); }
   // 16-bit lanes shifted right, or left for a negative Bits.
   template <int Bits>
   static I right(I a) {

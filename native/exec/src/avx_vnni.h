@@ -15,8 +15,9 @@ struct AvxVnniInts {
   struct I {
     __m256i lo, hi;
   };
-  static constexpr std::size_t kMaxWidth = 4;
-  static constexpr std::size_t kChains = 1;  // two registers each are chains enough
+  static constexpr std::size_t max_width(std::size_t digits) { return digits == 1 ? 4 : 2; }
+  // Two registers each are chains enough.
+  static constexpr std::size_t chains(std::size_t /*digits*/) { return 1; }
   // Sums of two blocks fit into the registers.
   static constexpr std::size_t blocks_at_once(std::size_t width) { return width == 1 ? 2 : 1; }
 
@@ -31,12 +32,28 @@ struct AvxVnniInts {
   }
   static I add(I a, I b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
   static Avx2Isa::F to_float(I a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
-  // To bytes: numbers of at most 127, so that nothing saturates.
-  static __m128i round(Avx2Isa::F a) {
-    const __m256i words = _mm256_permute4x64_epi64(
-        _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)), 0xd8);
-    return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  // The low bytes of 32-bit lanes.
+  static __m128i low_bytes(I a) {
+    const __m256i mask = _mm256_set1_epi32(255);
+    const __m256i halves = _mm256_permute4x64_epi64(
+        _mm256_packus_epi32(_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)), 0xd8);
+    return _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
   }
+  static I words(Avx2Isa::F a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+  static void digits(Avx2Isa::F a, __m128i (&out)[1]) { out[0] = low_bytes(words(a)); }
+  // Each digit but the last from -128 to 127.
+  static void digits(Avx2Isa::F a, __m128i (&out)[3]) {
+    const I first = words(a);
+    const I second = next_digit(first);
+    out[0] = low_bytes(first);
+    out[1] = low_bytes(second);
+    out[2] = low_bytes(next_digit(second));
+  }
+  static I next_digit(I a) {
+    const I sum = add(a, set1(128));
+    return {_mm256_srai_epi32(sum.lo, 8), _mm256_srai_epi32(sum.hi, 8)};
+  }
+  static I times_256(I a) { return {_mm256_slli_epi32(a.lo, 8), _mm256_slli_epi32(a.hi, 8)}; }
   // 16-bit lanes shifted right, or left for a negative Bits.
   template <int Bits>
   static I right(I a) {

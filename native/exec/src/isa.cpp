@@ -76,10 +76,11 @@ bool may_use_tiles() {
 bool has_amx() {
   constexpr std::uint32_t kAmxBf16 = 1U << 22;
   constexpr std::uint32_t kAmxTile = 1U << 24;
+  constexpr std::uint32_t kAmxInt8 = 1U << 25;
   constexpr std::uint32_t kTileState = 3U << 17;
   if (!has_avx512_bf16()) return false;
   const std::uint32_t features = cpu_id(7, 0).edx;
-  return (features & kAmxBf16) != 0 && (features & kAmxTile) != 0 &&
+  return (features & kAmxBf16) != 0 && (features & kAmxTile) != 0 && (features & kAmxInt8) != 0 &&
          (saved_state() & kTileState) == kTileState && may_use_tiles();
 }
 

@@ -108,6 +108,8 @@ struct Kernels {
 
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
+// slow_subnormals: multiplying a subnormal number costs an assist, as it does on Intel.
+const Kernels* avx2_kernels_for(bool slow_subnormals);
 const Kernels* avx_vnni_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512_vnni_kernels();

@@ -13,6 +13,7 @@ using UnsignedProducts = Avx2Products<NibbleCodec<UnsignedTable>>;
 using Int8Products = Avx2Products<Int8Codec, Paired<Int8Codec>>;
 using Q6KProducts = Avx2Products<Q6KCodec>;
 using Fp8Products = Avx2Products<Fp8Codec, Paired<Fp8Codec>>;
+using Fp8HalvesProducts = Avx2Products<Fp8HalvesCodec, Paired<Fp8HalvesCodec>>;
 
 constexpr WeightFormat fixed_format(WeightKind kind, std::uint16_t group) {
   return {.kind = kind, .group = group};
@@ -20,6 +21,8 @@ constexpr WeightFormat fixed_format(WeightKind kind, std::uint16_t group) {
 
 constexpr ProductKernels kFp8 =
     Fp8Products::table(Fp8Products::dot<fixed_format(WeightKind::kFp8Block, 1)>);
+constexpr ProductKernels kFp8Halves =
+    Fp8HalvesProducts::table(Fp8HalvesProducts::dot<fixed_format(WeightKind::kFp8Block, 1)>);
 constexpr ProductKernels kMxfp4 =
     Mxfp4Products::table(Mxfp4Products::dot<fixed_format(WeightKind::kMxfp4, 32)>);
 constexpr ProductKernels kNvfp4 =
@@ -51,12 +54,12 @@ constexpr ProductKernels kFastQ4K =
 constexpr ProductKernels kFastQ6K =
     FastSixBits::table(FastSixBits::dot<fixed_format(WeightKind::kQ6K, 16)>);
 
-ProductTable make_products() {
+ProductTable make_products(bool slow_subnormals) {
   ProductTable table = generic_table<Avx2Isa>();
   const auto set = [&table](WeightKind kind, const ProductKernels& products) {
     table.exact[static_cast<std::size_t>(kind)] = &products;
   };
-  set(WeightKind::kFp8Block, kFp8);
+  set(WeightKind::kFp8Block, slow_subnormals ? kFp8Halves : kFp8);
   set(WeightKind::kMxfp4, kMxfp4);
   set(WeightKind::kNvfp4, kNvfp4);
   set(WeightKind::kInt4, kInt4);
@@ -77,9 +80,12 @@ ProductTable make_products() {
 
 }  // namespace
 
-const Kernels* avx2_kernels() {
-  static const Kernels kTable = make_kernels<Avx2Isa>(make_products());
-  return &kTable;
+const Kernels* avx2_kernels_for(bool slow_subnormals) {
+  static const Kernels kSlow = make_kernels<Avx2Isa>(make_products(true));
+  static const Kernels kFast = make_kernels<Avx2Isa>(make_products(false));
+  return slow_subnormals ? &kSlow : &kFast;
 }
+
+const Kernels* avx2_kernels() { return avx2_kernels_for(__builtin_cpu_is("intel") != 0); }
 
 }  // namespace freetoken::exec

@@ -5,12 +5,12 @@
 
 namespace freetoken::exec {
 
-// As avx512, with a fast path.
+// As avx512, with products of integers.
 const Kernels* avx512_vnni_kernels() {
   static const Kernels kTable = [] {
     Kernels kernels = *avx512_kernels();
     kernels.isa = "avx512_vnni";
-    VnniProducts<Avx512Isa, Avx512Ints, Avx512Groups>::add_all(kernels.products);
+    add_vnni_products<Avx512Isa, Avx512Ints, Avx512Groups>(kernels.products);
     return kernels;
   }();
   return &kTable;

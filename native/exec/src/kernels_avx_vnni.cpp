@@ -4,12 +4,12 @@
 
 namespace freetoken::exec {
 
-// As avx2, with a fast path of its own.
+// As avx2, with products of integers of its own.
 const Kernels* avx_vnni_kernels() {
   static const Kernels kTable = [] {
     Kernels kernels = *avx2_kernels();
     kernels.isa = "avx_vnni";
-    VnniProducts<Avx2Isa, AvxVnniInts, AvxVnniGroups>::add_all(kernels.products);
+    add_vnni_products<Avx2Isa, AvxVnniInts, AvxVnniGroups>(kernels.products);
     return kernels;
   }();
   return &kTable;

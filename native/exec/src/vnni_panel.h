@@ -1,8 +1,8 @@
-// Activations in eight bits: per token and 32 columns one scale, the largest magnitude / 127, and
-// numbers rounded to the nearest (even) of its multiples.
+// Activations as signed bytes, for products with unsigned bytes.
 #pragma once
 #include <immintrin.h>
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -17,15 +17,55 @@ namespace {
 // In which order four columns of a weight's 32 bits stand.
 enum class QuadOrder { kPlain, kNibbles };
 
-// [quad of four columns][token] four bytes, then [32 columns][token] scales, then
-// [16 columns][token] sums of the bytes. Columns are padded with zeros to a multiple of 32.
-// Ints::round(F) gives sixteen bytes.
-template <class Isa, class Ints, QuadOrder Order>
+// What a token's 32 columns are multiplied by so that they become integers, and its inverse.
+struct ByteScale {
+  float inverse;
+  float scale;
+};
+
+// Eight bits: one byte per activation, of which the largest becomes 127. Numbers so small that the
+// quotient is infinite count as zero.
+struct OneDigit {
+  static constexpr std::size_t kDigits = 1;
+
+  static ByteScale scale_of(float largest) {
+    return {.inverse = largest > 1e-35F ? 127.0F / largest : 0.0F, .scale = largest / 127.0F};
+  }
+};
+
+// 22 bits and a sign: three bytes per activation, d0 + 2^8 d1 + 2^16 d2, times a power of two. A
+// bf16 number is exact unless it is less than 2^-14 of the largest of its 32; then it is rounded to
+// 2^-22 of that. Sums of products are integers, exact until a group's end: what is lost is less
+// than sums in singles lose. Numbers below 2^-105 count as zero.
+struct ThreeDigits {
+  static constexpr std::size_t kDigits = 3;
+  static constexpr std::uint32_t kBits = 21;  // below the largest number's first
+
+  static ByteScale scale_of(float largest) {
+    constexpr std::uint32_t kBias = 127;
+    const std::uint32_t exponent = std::bit_cast<std::uint32_t>(largest) >> 23;
+    if (exponent <= kBits || exponent == 255) return {.inverse = 0.0F, .scale = 0.0F};
+    return {.inverse = std::bit_cast<float>((2 * kBias + kBits - exponent) << 23),
+            .scale = std::bit_cast<float>((exponent - kBits) << 23)};
+  }
+};
+
+// Bytes of 32 columns of one token, sixteen columns after the other.
+template <std::size_t Digits>
+struct ByteParts {
+  __m128i bytes[2][Digits];
+};
+
+// [quad of four columns][digit][token] four bytes, then [32 columns][token] scales, then
+// [16 columns][digit][token] sums of the bytes. Columns are padded with zeros to a multiple of 32.
+// Ints::digits gives sixteen bytes of each digit.
+template <class Isa, class Ints, QuadOrder Order, class Digits>
 struct VnniPanel {
   static constexpr std::size_t kQuads = kPanelColumns / 4;
+  static constexpr std::size_t kDigits = Digits::kDigits;
 
   static std::size_t scales_offset(std::size_t columns, std::size_t width) {
-    return round_up(columns, kPanelColumns) * width;
+    return round_up(columns, kPanelColumns) * width * kDigits;
   }
   static std::size_t sums_offset(std::size_t columns, std::size_t width) {
     return scales_offset(columns, width) + ceil_div(columns, kPanelColumns) * width * sizeof(float);
@@ -33,7 +73,7 @@ struct VnniPanel {
   static std::size_t bytes(std::size_t columns, int width) {
     const auto tokens = static_cast<std::size_t>(width);
     return sums_offset(columns, tokens) +
-           2 * ceil_div(columns, kPanelColumns) * tokens * sizeof(std::int32_t);
+           2 * kDigits * ceil_div(columns, kPanelColumns) * tokens * sizeof(std::int32_t);
   }
 
   static __m128i ordered(__m128i bytes) {
@@ -49,8 +89,21 @@ struct VnniPanel {
     return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_unpackhi_epi64(sums, sums))) - 16 * 128;
   }
 
-  static void store(const Bf16* values, std::size_t index, std::size_t token, std::size_t width,
-                    std::size_t columns, std::byte* panel) {
+  // Sixteen columns, half of a part, of one token.
+  static void store_half(const __m128i (&bytes)[kDigits], std::size_t half, std::size_t token,
+                         std::size_t width, std::size_t columns, std::byte* panel) {
+    auto* out = reinterpret_cast<std::int32_t*>(panel) + half * 4 * kDigits * width + token;
+    auto* sums = reinterpret_cast<std::int32_t*>(panel + sums_offset(columns, width));
+    for (std::size_t digit = 0; digit < kDigits; ++digit) {
+      std::int32_t quads[4];
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(quads), ordered(bytes[digit]));
+      for (std::size_t i = 0; i < 4; ++i) out[(i * kDigits + digit) * width] = quads[i];
+      sums[(half * kDigits + digit) * width + token] = sum(bytes[digit]);
+    }
+  }
+
+  // The digits of 32 columns; returns their scale.
+  static float digits_of(const Bf16* values, ByteParts<kDigits>& out) {
     const auto first = Isa::load_bf16(values);
     const auto second = Isa::load_bf16(values + 16);
     const auto zero = Isa::zero();
@@ -58,23 +111,22 @@ struct VnniPanel {
         Isa::max(Isa::max(first, Isa::sub(zero, first)), Isa::max(second, Isa::sub(zero, second))));
     // A maximum passes over what is not a number; the scale brings it to the result.
     const float none = Isa::reduce_add(Isa::fma(first, zero, Isa::mul(second, zero)));
-    // Numbers so small that the quotient is infinite count as zero.
-    const float inverse = largest > 1e-35F ? 127.0F / largest : 0.0F;
-    const __m128i bytes[2] = {Ints::round(Isa::mul(first, Isa::set1(inverse))),
-                              Ints::round(Isa::mul(second, Isa::set1(inverse)))};
-    std::int32_t quads[kQuads];
-    std::int32_t sums[2];
-    for (std::size_t i = 0; i < 2; ++i) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(quads + 4 * i), ordered(bytes[i]));
-      sums[i] = sum(bytes[i]);
+    const ByteScale by = Digits::scale_of(largest);
+    const auto inverse = Isa::set1(by.inverse);
+    Ints::digits(Isa::mul(first, inverse), out.bytes[0]);
+    Ints::digits(Isa::mul(second, inverse), out.bytes[1]);
+    return by.scale + none;
+  }
+
+  static void store(const Bf16* values, std::size_t index, std::size_t token, std::size_t width,
+                    std::size_t columns, std::byte* panel) {
+    ByteParts<kDigits> parts;
+    const float scale = digits_of(values, parts);
+    for (std::size_t half = 0; half < 2; ++half) {
+      store_half(parts.bytes[half], 2 * index + half, token, width, columns, panel);
     }
-    auto* out = reinterpret_cast<std::int32_t*>(panel) + index * kQuads * width + token;
-    for (std::size_t i = 0; i < kQuads; ++i) out[i * width] = quads[i];
     auto* scales = reinterpret_cast<float*>(panel + scales_offset(columns, width));
-    scales[index * width + token] = largest / 127.0F + none;
-    auto* all_sums = reinterpret_cast<std::int32_t*>(panel + sums_offset(columns, width));
-    all_sums[2 * index * width + token] = sums[0];
-    all_sums[(2 * index + 1) * width + token] = sums[1];
+    scales[index * width + token] = scale;
   }
 };
 

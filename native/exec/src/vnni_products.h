@@ -1,7 +1,7 @@
-// Products with eight-bit activations: vpdpbusd adds four products of an unsigned and a signed byte
-// to each of 16 lanes (lane = row). Weights become unsigned by an offset, which the sum of the
-// activations takes back. A sum over 16 or 32 columns is exact; scales are applied in singles, in
-// the order of the columns.
+// Products of integers: vpdpbusd adds four products of an unsigned and a signed byte to each of 16
+// lanes (lane = row). Weights become unsigned by an offset, which the sum of the activations takes
+// back; activations are one byte (numerics "fast") or three ("exact", see vnni_panel.h). A sum over
+// 16 or 32 columns is exact; scales are applied in singles, in the order of the columns.
 //
 // Isa: lanes of singles. Ints: the same lanes as integers. Groups<Kind>: where a block's groups and
 // their scales lie.
@@ -87,35 +87,78 @@ struct VnniCodes<Ints, WeightKind::kQ6K> {
   }
 };
 
-template <class Isa, class Ints, template <WeightKind> class Groups>
+template <class Isa, class Ints, template <WeightKind> class Groups, class Digits>
 struct VnniProducts {
   using F = typename Isa::F;
   using I = typename Ints::I;
-  static constexpr std::size_t kMaxWidth = Ints::kMaxWidth;
+  static constexpr std::size_t kDigits = Digits::kDigits;
+  static constexpr std::size_t kMaxWidth = Ints::max_width(kDigits);
   // Row blocks that a call takes at once for several panels.
   static constexpr std::size_t kBlocksAtOnce = 4;
-  // Sums that a token's products alternate between, to hide their latency; integers, so that their
+  // Sums that a digit's products alternate between, to hide their latency; integers, so that their
   // number changes nothing.
-  static constexpr std::size_t kChains = Ints::kChains;
+  static constexpr std::size_t kChains = Ints::chains(kDigits);
 
-  // What a part of a group (16 or 32 columns) adds to the totals.
+  // Kinds whose groups have 16 columns.
+  template <WeightKind Kind>
+  static constexpr bool halves() {
+    return Kind == WeightKind::kNvfp4 || Kind == WeightKind::kQ6K;
+  }
+
+  // One part of a group (16 or 32 columns) for a panel.
+  template <std::size_t Width>
+  struct Part {
+    std::int32_t x_sums[Width][kDigits];
+
+    explicit Part(const std::int32_t* sums, std::size_t halves) {
+#pragma GCC unroll 8
+      for (std::size_t t = 0; t < Width; ++t) {
+#pragma GCC unroll 3
+        for (std::size_t d = 0; d < kDigits; ++d) {
+          const std::int32_t* first = sums + d * Width + t;
+          x_sums[t][d] = halves == 1 ? first[0] : first[0] + first[kDigits * Width];
+        }
+      }
+    }
+
+    // Of the activations, in units of their scale.
+    std::int32_t x_sum(std::size_t t) const {
+      std::int32_t all = 0;
+      for (std::size_t d = kDigits; d-- > 0;) all = all * 256 + x_sums[t][d];
+      return all;
+    }
+  };
+
+  // The integer of a part as a single. At most 2^28 stands below the last digit: 32 products of a
+  // byte and a digit, 256 times.
+  static inline __attribute__((always_inline)) F value(const I (&sums)[kDigits]) {
+    if constexpr (kDigits == 1) return Ints::to_float(sums[0]);
+    if constexpr (kDigits == 3) {
+      const F low = Ints::to_float(Ints::add(Ints::times_256(sums[1]), sums[0]));
+      return Isa::fma(Isa::set1(65536.0F), Ints::to_float(sums[2]), low);
+    }
+  }
+
+  // What a part adds to the totals.
   template <std::size_t Width, class Scales>
-  static inline __attribute__((always_inline)) void add_part(const Scales& scales, bool has_minimum,
-                                                             const I (&sums)[kChains][Width],
-                                                             const float* x_scales,
-                                                             const std::int32_t (&x_sums)[Width],
-                                                             F (&total)[Width]) {
+  static inline __attribute__((always_inline)) void add_part(
+      const Scales& scales, bool has_minimum, const I (&dots)[kChains][Width][kDigits],
+      const float* x_scales, const Part<Width>& part, F (&total)[Width]) {
 #pragma GCC unroll 8
     for (std::size_t t = 0; t < Width; ++t) {
       const F scale = Isa::mul(scales.scale, Isa::set1(x_scales[t]));
-      I sum = sums[0][t];
-      if constexpr (kChains == 2) sum = Ints::add(sum, sums[1][t]);
-      total[t] = Isa::fma(scale, Ints::to_float(sum), total[t]);
+      I sums[kDigits];
+#pragma GCC unroll 3
+      for (std::size_t d = 0; d < kDigits; ++d) {
+        sums[d] = dots[0][t][d];
+        if constexpr (kChains == 2) sums[d] = Ints::add(sums[d], dots[1][t][d]);
+      }
+      total[t] = Isa::fma(scale, value(sums), total[t]);
     }
     if (!has_minimum) return;
 #pragma GCC unroll 8
     for (std::size_t t = 0; t < Width; ++t) {
-      const float sum = -x_scales[t] * static_cast<float>(x_sums[t]);
+      const float sum = -x_scales[t] * static_cast<float>(part.x_sum(t));
       total[t] = Isa::fma(scales.minimum, Isa::set1(sum), total[t]);
     }
   }
@@ -125,8 +168,8 @@ struct VnniProducts {
   static void direct(const WeightFormat& format, const std::byte* weights, std::size_t columns,
                      const std::byte* panel, float* acc) {
     using Codes = VnniCodes<Ints, Kind>;
-    using Panel = VnniPanel<Isa, Ints, Codes::kOrder>;
-    constexpr bool kHalves = Kind == WeightKind::kNvfp4 || Kind == WeightKind::kQ6K;
+    using Panel = VnniPanel<Isa, Ints, Codes::kOrder, Digits>;
+    constexpr bool kHalves = halves<Kind>();
     constexpr std::size_t kPartColumns = kHalves ? 16 : 32;
     constexpr std::size_t kSteps = kPartColumns / Codes::kStepColumns;
     constexpr std::size_t kStepQuads = Codes::kStepColumns / 4;
@@ -148,21 +191,18 @@ struct VnniProducts {
     for (std::size_t group = 0; group < groups.count(); ++group) {
       const std::byte* codes = groups.codes(group);
       for (std::size_t part = 0; part < parts; ++part) {
-        std::int32_t x_sums[Width];
-        I first_dots[Width];
-#pragma GCC unroll 8
-        for (std::size_t t = 0; t < Width; ++t) {
-          x_sums[t] = kHalves ? sums[t] : sums[t] + sums[Width + t];
-          first_dots[t] = Ints::set1(-Codes::kOffset * x_sums[t]);
-        }
-        sums += (kHalves ? 1 : 2) * Width;
+        const Part<Width> numbers(sums, kHalves ? 1 : 2);
+        sums += (kHalves ? 1 : 2) * kDigits * Width;
 #pragma GCC unroll 4
         for (std::size_t b = 0; b < Blocks; ++b) {
-          I dots[kChains][Width];
+          I dots[kChains][Width][kDigits];
 #pragma GCC unroll 8
           for (std::size_t t = 0; t < Width; ++t) {
-            dots[0][t] = first_dots[t];
-            if constexpr (kChains == 2) dots[1][t] = Ints::set1(0);
+#pragma GCC unroll 3
+            for (std::size_t d = 0; d < kDigits; ++d) {
+              dots[0][t][d] = Ints::set1(-Codes::kOffset * numbers.x_sums[t][d]);
+              if constexpr (kChains == 2) dots[1][t][d] = Ints::set1(0);
+            }
           }
 #pragma GCC unroll 8
           for (std::size_t step = 0; step < kSteps; ++step) {
@@ -171,14 +211,17 @@ struct VnniProducts {
             for (std::size_t i = 0; i < Codes::kStepBytes; i += 64) {
               Isa::prefetch(at + i + kAheadBytes);
             }
-            const std::int32_t* of_step = x + step * kStepQuads * Width;
+            const std::int32_t* of_step = x + step * kStepQuads * kDigits * Width;
             codec.step(
                 at, [&](auto quad, I w) __attribute__((always_inline)) {
                   constexpr std::size_t kQuad = decltype(quad)::value;
 #pragma GCC unroll 8
                   for (std::size_t t = 0; t < Width; ++t) {
-                    I& sum = dots[(step * kStepQuads + kQuad) % kChains][t];
-                    sum = Ints::dot(sum, w, of_step + kQuad * Width + t);
+#pragma GCC unroll 3
+                    for (std::size_t d = 0; d < kDigits; ++d) {
+                      I& sum = dots[(step * kStepQuads + kQuad) % kChains][t][d];
+                      sum = Ints::dot(sum, w, of_step + (kQuad * kDigits + d) * Width + t);
+                    }
                   }
                 });
           }
@@ -186,10 +229,10 @@ struct VnniProducts {
           if constexpr (Codes::kScaleFactor != 1.0F) {
             scales.scale = Isa::mul(scales.scale, Isa::set1(Codes::kScaleFactor));
           }
-          add_part<Width>(scales, groups.has_minimum(), dots, x_scales, x_sums, total[b]);
+          add_part<Width>(scales, groups.has_minimum(), dots, x_scales, numbers, total[b]);
         }
         codes += kSteps * Codes::kStepBytes;
-        x += kSteps * kStepQuads * Width;
+        x += kSteps * kStepQuads * kDigits * Width;
         if (!kHalves || group % 2 == 1) x_scales += Width;
       }
     }
@@ -249,7 +292,7 @@ struct VnniProducts {
 
   template <WeightKind Kind>
   static constexpr ProductKernels kernels() {
-    using Panel = VnniPanel<Isa, Ints, VnniCodes<Ints, Kind>::kOrder>;
+    using Panel = VnniPanel<Isa, Ints, VnniCodes<Ints, Kind>::kOrder, Digits>;
     return {.panel = {.bytes = Panel::bytes,
                       .pack = PanelBy32<Panel>::pack,
                       .put = PanelBy32<Panel>::put},
@@ -258,13 +301,13 @@ struct VnniProducts {
   }
 
   template <WeightKind Kind>
-  static void add(ProductTable& table) {
+  static void add(const ProductKernels* (&table)[kWeightKinds]) {
     static constexpr ProductKernels kKernels = kernels<Kind>();
-    table.fast[static_cast<std::size_t>(Kind)] = &kKernels;
+    table[static_cast<std::size_t>(Kind)] = &kKernels;
   }
 
-  // The kinds that have a fast path.
-  static void add_all(ProductTable& table) {
+  // The kinds whose codes are integers.
+  static void add_all(const ProductKernels* (&table)[kWeightKinds]) {
     add<WeightKind::kMxfp4>(table);
     add<WeightKind::kNvfp4>(table);
     add<WeightKind::kInt4>(table);
@@ -273,6 +316,13 @@ struct VnniProducts {
     add<WeightKind::kQ6K>(table);
   }
 };
+
+// Exact and fast products of the kinds whose codes are integers.
+template <class Isa, class Ints, template <WeightKind> class Groups>
+void add_vnni_products(ProductTable& table) {
+  VnniProducts<Isa, Ints, Groups, OneDigit>::add_all(table.fast);
+  VnniProducts<Isa, Ints, Groups, ThreeDigits>::add_all(table.exact);
+}
 
 }  // namespace
 }  // namespace freetoken::exec

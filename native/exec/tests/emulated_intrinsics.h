@@ -28,6 +28,7 @@
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
 
 namespace freetoken::exec {
 namespace {
@@ -145,6 +146,9 @@ FREETOKEN_EMULATED __m512i _mm512_add_epi32(__m512i a, __m512i b) {
 FREETOKEN_EMULATED __m512i _mm512_sub_epi32(__m512i a, __m512i b) {
   return as_integers(as<U32x16>(a) - as<U32x16>(b));
 }
+FREETOKEN_EMULATED __m512i _mm512_sub_epi8(__m512i a, __m512i b) {
+  return as_integers(as<U8x64>(a) - as<U8x64>(b));
+}
 FREETOKEN_EMULATED __m512i _mm512_max_epu32(__m512i a, __m512i b) {
   const auto x = as<U32x16>(a);
   const auto y = as<U32x16>(b);
@@ -255,6 +259,19 @@ FREETOKEN_EMULATED __m512i _mm512_mask_mov_epi8(__m512i otherwise, __mmask64 mas
     if ((mask >> i & 1U) != 0) value[i] = from[i];
   }
   return as_integers(value);
+}
+
+FREETOKEN_EMULATED __mmask16 _mm512_test_epi32_mask(__m512i a, __m512i b) {
+  const auto lanes = as<U32x16>(a) & as<U32x16>(b);
+  unsigned mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(lanes[i] != 0) << i;
+  return static_cast<__mmask16>(mask);
+}
+FREETOKEN_EMULATED __m512 _mm512_maskz_mov_ps(__mmask16 mask, __m512 a) {
+  for (int i = 0; i < 16; ++i) {
+    if ((mask >> i & 1) == 0) a[i] = 0;
+  }
+  return a;
 }
 
 // --- conversions
@@ -411,6 +428,27 @@ FREETOKEN_EMULATED void _tile_dpbf16ps(int sum, int a, int b) {
       const float before = flushed(tile_element<float>(sum, row, column));
       const float after = flushed(before + flushed(parts[0] + parts[1]));
       std::memcpy(all.data[sum][row] + 4 * column, &after, sizeof after);
+    }
+  }
+}
+
+// Four products of signed bytes each are added to the destination's 32-bit integers.
+FREETOKEN_EMULATED void _tile_dpbssd(int sum, int a, int b) {
+  Tiles& all = tiles();
+  const int quads = all.config.row_bytes[a] / 4;
+  const int columns = all.config.row_bytes[sum] / 4;
+  Tiles::require(all.config.rows[sum] == all.config.rows[a] && quads == all.config.rows[b] &&
+                 all.config.row_bytes[sum] == all.config.row_bytes[b]);
+  for (int row = 0; row < all.config.rows[sum]; ++row) {
+    for (int column = 0; column < columns; ++column) {
+      auto total = tile_element<std::int32_t>(sum, row, column);
+      for (int quad = 0; quad < quads; ++quad) {
+        for (int i = 0; i < 4; ++i) {
+          total += tile_element<std::int8_t>(a, row, 4 * quad + i) *
+                   tile_element<std::int8_t>(b, quad, 4 * column + i);
+        }
+      }
+      std::memcpy(all.data[sum][row] + 4 * column, &total, sizeof total);
     }
   }
 }
