@@ -81,7 +81,7 @@ struct AmxDigits {
   static constexpr bool kHalves = Narrow::template halves<Kind>();
   static constexpr std::size_t kPartColumns = kHalves ? 16 : 32;
   static constexpr std::size_t kPartQuads = kPartColumns / 4;
-  static constexpr std::size_t kParts = 256 / kPartColumns;  // decoded at a time
+  static constexpr std::size_t kParts = 4;  // decoded at a time
 
   // Parts of a block: [quad][row] four signed bytes, and their scales.
   struct Decoded {
@@ -165,71 +165,72 @@ struct AmxDigits {
     }
   }
 
-  static void add_part(const Scales& scales, bool has_minimum, const std::int32_t (*sums)[256],
-                       const float* x_scales, const std::int32_t* x_sums, std::size_t width,
-                       float* acc) {
-    for (std::size_t t = 0; t < width; ++t, acc += kRowsPerBlock) {
-      const __m512i digits[3] = {_mm512_load_si512(sums[0] + t * kRowsPerBlock),
-                                 _mm512_load_si512(sums[1] + t * kRowsPerBlock),
-                                 _mm512_load_si512(sums[2] + t * kRowsPerBlock)};
-      const __m512 scale = Isa::mul(scales.scale, Isa::set1(x_scales[t]));
-      __m512 total = Isa::fma(scale, Narrow::value(digits), Isa::load(acc));
+  // Adds the sums of `count` parts to a token's totals.
+  static void add_parts(const Decoded& decoded, std::size_t count, bool has_minimum,
+                        const std::int32_t (*sums)[3][256], const float* const* x_scales,
+                        const std::int32_t* const* x_sums, std::size_t t, float* acc) {
+    __m512 total = Isa::load(acc);
+    for (std::size_t part = 0; part < count; ++part) {
+      const __m512i digits[3] = {_mm512_load_si512(sums[part][0] + t * kRowsPerBlock),
+                                 _mm512_load_si512(sums[part][1] + t * kRowsPerBlock),
+                                 _mm512_load_si512(sums[part][2] + t * kRowsPerBlock)};
+      const Scales& scales = decoded.scales[part];
+      const float x_scale = x_scales[part][t];
+      const __m512 scale = Isa::mul(scales.scale, Isa::set1(x_scale));
+      total = Isa::fma(scale, Narrow::value(digits), total);
       if (has_minimum) {
-        const float sum = -x_scales[t] * static_cast<float>(x_sums[t]);
+        const float sum = -x_scale * static_cast<float>(x_sums[part][t]);
         total = Isa::fma(scales.minimum, Isa::set1(sum), total);
       }
-      Isa::store(acc, total);
     }
+    Isa::store(acc, total);
   }
 
   // Decoded parts for one panel; the first of them is number `first` of the block.
   static void from_decoded(const Decoded& decoded, std::size_t first, std::size_t count,
                            bool has_minimum, std::size_t columns, const DotPanel& panel,
                            float* acc) {
-    alignas(64) std::int32_t sums[4][3][kMaxWidth * kRowsPerBlock];
+    alignas(64) std::int32_t sums[kParts][3][kMaxWidth * kRowsPerBlock];
     const auto width = static_cast<std::size_t>(panel.width);
     const std::size_t digit_bytes = Panel::digits_bytes(width);
-    const auto* x_scales =
-        reinterpret_cast<const float*>(panel.data + Panel::scales_offset(columns, width));
-    const auto* x_sums =
-        reinterpret_cast<const std::int32_t*>(panel.data + Panel::sums_offset(columns, width));
-    const auto x_of = [&](std::size_t part) {
+    const float* x_scales[kParts];
+    const std::int32_t* x_sums[kParts];
+    for (std::size_t part = 0; part < count; ++part) {
       const std::size_t column = (first + part) * kPartColumns;
-      return panel.data + column / kPanelColumns * 3 * digit_bytes + column % kPanelColumns;
-    };
-    const auto add = [&](std::size_t part) {
-      const std::size_t at = (first + part) * kPartColumns / kPanelColumns * width;
-      add_part(decoded.scales[part], has_minimum, sums[part % 4], x_scales + at, x_sums + at, width,
-               acc);
-    };
-    // The tiles' sums of two parts are on their way while those of the two before are added.
-    const auto multiply = [&](std::size_t part) {
-      part_sums<false>(decoded.quads + part * kPartQuads, x_of(part), digit_bytes, sums[part % 4]);
-      if (part + 1 == count) return;
-      part_sums<true>(decoded.quads + (part + 1) * kPartQuads, x_of(part + 1), digit_bytes,
-                      sums[(part + 1) % 4]);
-    };
-    multiply(0);
-    for (std::size_t part = 0; part < count; part += 2) {
-      if (part + 2 < count) multiply(part + 2);
-      finish_writes();
-      add(part);
-      if (part + 1 < count) add(part + 1);
+      const std::size_t index = column / kPanelColumns;
+      const std::byte* x = panel.data + index * 3 * digit_bytes + column % kPanelColumns;
+      if (part % 2 == 0) {
+        part_sums<false>(decoded.quads + part * kPartQuads, x, digit_bytes, sums[part]);
+      } else {
+        part_sums<true>(decoded.quads + part * kPartQuads, x, digit_bytes, sums[part]);
+      }
+      x_scales[part] =
+          reinterpret_cast<const float*>(panel.data + Panel::scales_offset(columns, width)) +
+          index * width;
+      x_sums[part] =
+          reinterpret_cast<const std::int32_t*>(panel.data + Panel::sums_offset(columns, width)) +
+          index * width;
+    }
+    finish_writes();
+    for (std::size_t t = 0; t < width; ++t, acc += kRowsPerBlock) {
+      add_parts(decoded, count, has_minimum, sums, x_scales, x_sums, t, acc);
     }
   }
 
+  // Columns go round outside, blocks inside: the activations of a few columns stay in the
+  // first-level cache, where filling tiles from the second takes longer than multiplying them.
   static void on_tiles(const WeightFormat& format, const std::byte* weights, int blocks,
                        std::size_t columns, const DotPanel* panels, int panels_count) {
     const std::size_t block_bytes = format.block_bytes(columns);
     const std::size_t all = columns / kPartColumns;
     std::size_t configured = 0;
     Decoded decoded;
-    for (int block = 0; block < blocks; ++block, weights += block_bytes) {
-      const Avx512Groups<Kind> groups(format, weights, columns);
-      const std::size_t parts_per_group = groups.group_columns() / kPartColumns;
-      for (std::size_t first = 0; first < all; first += kParts) {
-        const std::size_t count = all - first < kParts ? all - first : kParts;
-        decode(groups, parts_per_group, first, count, decoded);
+    for (std::size_t first = 0; first < all; first += kParts) {
+      const std::size_t count = all - first < kParts ? all - first : kParts;
+      for (int block = 0; block < blocks; ++block) {
+        const Avx512Groups<Kind> groups(
+            format, weights + static_cast<std::size_t>(block) * block_bytes, columns);
+        decode(groups, groups.group_columns() / kPartColumns, first, count, decoded);
         finish_writes();
         for (int i = 0; i < panels_count; ++i) {
           const auto width = static_cast<std::size_t>(panels[i].width);
