@@ -38,10 +38,11 @@ struct AmxBf16 {
     config.load();
   }
 
-  static void prefetch(const std::byte* weights) {
+  static inline __attribute__((always_inline)) void prefetch(const std::byte* weights,
+                                                             std::size_t ahead = kAheadBytes) {
 #pragma GCC unroll 16
     for (std::size_t i = 0; i < kTileBytes; i += kLine) {
-      _mm_prefetch(weights + i + kAheadBytes, _MM_HINT_T0);
+      _mm_prefetch(weights + i + ahead, _MM_HINT_T0);
     }
   }
 
@@ -56,17 +57,18 @@ struct AmxBf16 {
                                  weights + 3 * block_bytes};
     std::size_t offset = 0;
     for (std::size_t column = 0; column + kPanelColumns <= columns; column += kPanelColumns) {
+      const std::size_t ahead = ahead_bytes(offset, block_bytes, 4);
       _tile_loadd(4, x, kLine);
-      prefetch(block[0] + offset);
+      prefetch(block[0] + offset, ahead);
       _tile_loadd(5, block[0] + offset, kLine);
       _tile_dpbf16ps(0, 4, 5);
-      prefetch(block[1] + offset);
+      prefetch(block[1] + offset, ahead);
       _tile_loadd(5, block[1] + offset, kLine);
       _tile_dpbf16ps(1, 4, 5);
-      prefetch(block[2] + offset);
+      prefetch(block[2] + offset, ahead);
       _tile_loadd(5, block[2] + offset, kLine);
       _tile_dpbf16ps(2, 4, 5);
-      prefetch(block[3] + offset);
+      prefetch(block[3] + offset, ahead);
       _tile_loadd(5, block[3] + offset, kLine);
       _tile_dpbf16ps(3, 4, 5);
       x += width * kLine;

@@ -122,9 +122,10 @@ struct Avx512Products {
   }
 
   template <std::size_t Bytes>
-  static inline __attribute__((always_inline)) void prefetch(const std::byte* codes) {
+  static inline __attribute__((always_inline)) void prefetch(const std::byte* codes,
+                                                             std::size_t ahead = kAheadBytes) {
 #pragma GCC unroll 4
-    for (std::size_t i = 0; i < Bytes; i += 64) Isa::prefetch(codes + i + kAheadBytes);
+    for (std::size_t i = 0; i < Bytes; i += 64) Isa::prefetch(codes + i + ahead);
   }
 
   // Row blocks that one panel's products take side by side. A core reads several streams faster
@@ -151,6 +152,8 @@ struct Avx512Products {
     for (std::size_t group = 0; group < groups.count(); ++group) {
       F sum[Blocks][Width];
       const std::byte* codes = groups.codes(group);
+      const std::size_t ahead =
+          ahead_bytes(static_cast<std::size_t>(codes - weights), block_bytes, Blocks);
       std::size_t left = ceil_div(groups.columns(group), Codes<Kind>::kStepColumns);
       bool first = true;
       do {
@@ -170,7 +173,7 @@ struct Avx512Products {
 #pragma GCC unroll 4
           for (std::size_t b = 0; b < Blocks; ++b) {
             const std::byte* at = codes + b * block_bytes;
-            prefetch<Codes<Kind>::kStepBytes>(at);
+            prefetch<Codes<Kind>::kStepBytes>(at, ahead);
             codec.step(
                 at, [&](auto unit, W w) __attribute__((always_inline)) {
                   constexpr std::size_t kUnit = decltype(unit)::value;

@@ -14,5 +14,13 @@ using Constant = std::integral_constant<int, Value>;
 // 4 KiB page, which at the pace of memory is used up in less than one access takes.
 inline constexpr std::size_t kAheadBytes = 4096;
 
+// How far ahead of byte `offset` of a block, where `blocks` are read side by side: what follows the
+// end of one is read already, so that its stream goes on behind all of them.
+inline std::size_t ahead_bytes(std::size_t offset_bytes, std::size_t block_bytes,
+                               std::size_t blocks) {
+  const bool within = offset_bytes + kAheadBytes < block_bytes;
+  return within ? kAheadBytes : kAheadBytes + (blocks - 1) * block_bytes;
+}
+
 }  // namespace
 }  // namespace freetoken::exec

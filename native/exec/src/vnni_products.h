@@ -190,6 +190,8 @@ struct VnniProducts {
     }
     for (std::size_t group = 0; group < groups.count(); ++group) {
       const std::byte* codes = groups.codes(group);
+      const std::size_t ahead =
+          ahead_bytes(static_cast<std::size_t>(codes - weights), block_bytes, Blocks);
       for (std::size_t part = 0; part < parts; ++part) {
         const Part<Width> numbers(sums, kHalves ? 1 : 2);
         sums += (kHalves ? 1 : 2) * kDigits * Width;
@@ -209,7 +211,7 @@ struct VnniProducts {
             const std::byte* at = codes + b * block_bytes + step * Codes::kStepBytes;
 #pragma GCC unroll 4
             for (std::size_t i = 0; i < Codes::kStepBytes; i += 64) {
-              Isa::prefetch(at + i + kAheadBytes);
+              Isa::prefetch(at + i + ahead);
             }
             const std::int32_t* of_step = x + step * kStepQuads * kDigits * Width;
             codec.step(
