@@ -14,13 +14,10 @@ from freetokend.ftw.reader import FtwDirectory
 from freetokend.link.messages import (
     EngineSettings,
     EngineState,
-    FinishReason,
-    GenerateRequest,
     ResizeOutcome,
 )
 from tests.enginehost.engine_process import native_engine
-from tests.enginehost.local_engine import local_engine, serve
-from tests.support.scripted import EngineHarness, greedy
+from tests.enginehost.streams import each_alone, stream_tokens, three_requests, three_streams
 
 pytestmark = pytest.mark.slow
 
@@ -32,28 +29,9 @@ TOKENS = 400
 LONG_TOKENS = 2500
 
 
-def requests() -> list[GenerateRequest]:
-    return [
-        greedy(f"r{index}", tuple(range(5 * index, 5 * index + 9)), TOKENS, ignore_eos=True)
-        for index in range(3)
-    ]
-
-
-async def tokens(harness: EngineHarness, request: GenerateRequest) -> list[int]:
-    updates = await harness.collect(request)
-    assert updates[-1].finish_reason is FinishReason.LENGTH
-    return [token for update in updates for token in update.token_ids]
-
-
-async def all_tokens(harness: EngineHarness) -> list[list[int]]:
-    return list(await asyncio.gather(*(tokens(harness, request) for request in requests())))
-
-
 @pytest.fixture(scope="module")
 def expected(deep: FtwDirectory) -> list[list[int]]:
-    """Each alone, without a cache."""
-    with local_engine(deep, backend="cpu") as built:
-        return [serve(built, [one]).tokens[one.request_id] for one in requests()]
+    return each_alone(deep, TOKENS)
 
 
 async def test_resizes_while_streams_run_lose_nothing(
@@ -61,7 +39,7 @@ async def test_resizes_while_streams_run_lose_nothing(
 ) -> None:
     async with native_engine(deep, settings=SETTINGS) as harness:
         await harness.wait_state(EngineState.READY)
-        streams = asyncio.create_task(all_tokens(harness))
+        streams = asyncio.create_task(three_streams(harness, TOKENS))
         sizes = (EXPERTS, 1, 16, 3, 24, 10)
         while not streams.done():
             for size in sizes:
@@ -77,10 +55,10 @@ async def test_resizes_while_streams_run_lose_nothing(
 async def test_a_resize_holds_up_one_step_at_most(deep: FtwDirectory) -> None:
     """Counted in steps, not in time: however close resizes follow each other, a step is computed
     between any two. Answers and reports come in the order in which the engine made them."""
-    asked = [replace(one, max_new_tokens=LONG_TOKENS) for one in requests()]
+    asked = [replace(one, max_new_tokens=LONG_TOKENS) for one in three_requests(TOKENS)]
     async with native_engine(deep, settings=SETTINGS) as harness:
         await harness.wait_state(EngineState.READY)
-        streams = asyncio.gather(*(tokens(harness, request) for request in asked))
+        streams = asyncio.gather(*(stream_tokens(harness, request) for request in asked))
         before = (await harness.wait_until(lambda now: now.stats.running_count > 0)).stats
         resizes_count = 0
         while True:
@@ -128,4 +106,4 @@ async def test_a_killed_engine_comes_back_with_the_same_cache(
         assert second.description.cache.slots_count == first.description.cache.slots_count == 10
         assert second.description.backend == "hybrid"
         assert second.description.device == "host"
-        assert await all_tokens(harness) == expected
+        assert await three_streams(harness, TOKENS) == expected

@@ -17,15 +17,13 @@ from freetokend.link.messages import (
     EngineSnapshot,
     EngineState,
     FinishReason,
-    GenerateRequest,
     ResizeCache,
     ResizeOutcome,
     SleepEngine,
     WakeEngine,
 )
 from tests.enginehost.engine_process import native_engine
-from tests.enginehost.local_engine import local_engine, serve
-from tests.support.scripted import EngineHarness, greedy
+from tests.enginehost.streams import each_alone, three_requests, three_streams
 
 pytestmark = pytest.mark.slow
 
@@ -40,28 +38,9 @@ SETTINGS = EngineSettings(
 LARGE = replace(SETTINGS, max_running_count=64)
 
 
-def requests() -> list[GenerateRequest]:
-    return [
-        greedy(f"r{index}", tuple(range(5 * index, 5 * index + 9)), TOKENS, ignore_eos=True)
-        for index in range(3)
-    ]
-
-
-async def tokens(harness: EngineHarness, request: GenerateRequest) -> list[int]:
-    updates = await harness.collect(request)
-    assert updates[-1].finish_reason is FinishReason.LENGTH
-    return [token for update in updates for token in update.token_ids]
-
-
-async def all_tokens(harness: EngineHarness) -> list[list[int]]:
-    return list(await asyncio.gather(*(tokens(harness, request) for request in requests())))
-
-
 @pytest.fixture(scope="module")
 def expected(deep: FtwDirectory) -> list[list[int]]:
-    """Each alone, without a device."""
-    with local_engine(deep, backend="cpu") as built:
-        return [serve(built, [one]).tokens[one.request_id] for one in requests()]
+    return each_alone(deep, TOKENS)
 
 
 def anonymous_bytes(snapshot: EngineSnapshot) -> int:
@@ -78,7 +57,7 @@ async def test_kv_pages_come_and_go_while_streams_run(
     async with native_engine(deep, settings=SETTINGS) as harness:
         await harness.wait_state(EngineState.READY)
         await harness.supervisor.resize_cache(SLOTS, kv_pages_count=PAGES)
-        streams = asyncio.create_task(all_tokens(harness))
+        streams = asyncio.create_task(three_streams(harness, TOKENS))
         outcomes = set()
         sizes = itertools.cycle((30, 200, 12, 64, 1, 40, 100, 10))
         while not streams.done():
@@ -102,7 +81,7 @@ async def test_a_deferred_shrink_is_done_when_it_comes_again(deep: FtwDirectory)
         await harness.wait_state(EngineState.READY)
         supervisor = harness.supervisor
         started = await supervisor.resize_cache(SLOTS, kv_pages_count=PAGES)
-        stream = supervisor.generate(requests()[0])
+        stream = supervisor.generate(three_requests(TOKENS)[0])
         await anext(stream)
         command = ResizeCache(
             generation=started.generation + 1, slots_count=SLOTS + 5, kv_pages_count=2
@@ -125,7 +104,7 @@ async def test_a_deferred_shrink_is_done_when_it_comes_again(deep: FtwDirectory)
         assert seen.stats.kv_bytes == again.kv_bytes
         assert seen.stats.generation == command.generation
         # What is accepted now is what the smaller pool can finish.
-        short = await harness.collect(replace(requests()[1], request_id="short"))
+        short = await harness.collect(replace(three_requests(TOKENS)[1], request_id="short"))
         assert short[-1].finish_reason is FinishReason.LENGTH
         assert short[-1].completion_tokens == 64 - 9
 
@@ -164,8 +143,7 @@ async def test_it_sleeps_and_wakes_and_loses_no_request(
         supervisor = harness.supervisor
         large = 2048
         awake = await supervisor.resize_cache(32, kv_pages_count=large)
-        awake_bytes = anonymous_bytes(supervisor.snapshot())
-        busy = supervisor.generate(requests()[0])
+        busy = supervisor.generate(three_requests(TOKENS)[0])
         await anext(busy)
         command = SleepEngine(generation=awake.generation + 1)
         refused = await supervisor.carry_out(command)
@@ -173,6 +151,8 @@ async def test_it_sleeps_and_wakes_and_loses_no_request(
         assert refused.note == "1 requests run; the engine sleeps when none does."
         async for _ in busy:
             pass
+        # After the steps, which allocate too.
+        awake_bytes = anonymous_bytes(supervisor.snapshot())
         slept = await supervisor.carry_out(command)
         assert slept.outcome is ResizeOutcome.DONE
         assert (slept.slots_count, slept.kv_pages_count) == (0, 0)
@@ -183,7 +163,7 @@ async def test_it_sleeps_and_wakes_and_loses_no_request(
         assert asleep.state is EngineState.READY
         assert asleep.stats.kv_bytes == asleep.stats.fixed_held_bytes == 0
         # Requests that come now wait, and are seen to wait.
-        streams = asyncio.create_task(all_tokens(harness))
+        streams = asyncio.create_task(three_streams(harness, TOKENS))
         await harness.wait_until(lambda now: now.stats.waiting_count == 3)
         nothing = await supervisor.carry_out(
             ResizeCache(generation=command.generation + 1, slots_count=4)
@@ -210,8 +190,10 @@ async def test_what_woke_smaller_refuses_what_it_cannot_hold(deep: FtwDirectory)
         await harness.wait_state(EngineState.READY)
         supervisor = harness.supervisor
         await supervisor.carry_out(SleepEngine(generation=1))
-        large = asyncio.create_task(harness.collect(requests()[0]))
-        small = asyncio.create_task(harness.collect(replace(requests()[1], max_new_tokens=20)))
+        large = asyncio.create_task(harness.collect(three_requests(TOKENS)[0]))
+        small = asyncio.create_task(
+            harness.collect(replace(three_requests(TOKENS)[1], max_new_tokens=20))
+        )
         await harness.wait_until(lambda now: now.stats.waiting_count == 2)
         woken = await supervisor.carry_out(
             WakeEngine(generation=2, slots_count=4, kv_pages_count=2)
