@@ -328,6 +328,28 @@ def test_a_heartbeat_from_before_an_answer_is_not_believed() -> None:
     assert slots(6) == 6
 
 
+def test_what_a_sleeping_engine_keeps_of_the_card_is_counted() -> None:
+    def held(*, asleep: bool, fixed_held_bytes: int) -> int:
+        stats = replace(CACHED_STATS, asleep=asleep, fixed_held_bytes=fixed_held_bytes)
+        snapshot = EngineSnapshot(
+            state=EngineState.READY,
+            state_since_s=0.0,
+            model="demo",
+            pid=1,
+            description=CUDA,
+            stats=stats,
+            cache=CACHE,
+        )
+        facts = EngineView().facts(snapshot, 0.0)
+        assert facts is not None
+        return facts.fixed_held_bytes
+
+    awake_bytes = held(asleep=False, fixed_held_bytes=0)
+    assert awake_bytes > 0
+    assert held(asleep=True, fixed_held_bytes=0) == 0
+    assert held(asleep=True, fixed_held_bytes=7 << 20) == 7 << 20
+
+
 def test_the_switch_leaves_the_operators_word_and_the_holds(tmp_path: Path) -> None:
     wants = Wants(config(tmp_path, elastic__enabled=False, elastic__process_rules="x=1GiB"))
     wants.hold(GIB, "x", frozenset())

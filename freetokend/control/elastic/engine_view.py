@@ -26,6 +26,7 @@ from freetokend.policy.controller import (
 from freetokend.policy.controller.budget import fixed_bytes
 from freetokend.policy.controller.division import sizes_of
 from freetokend.policy.readings import GpuReading
+from freetokend.policy.vram_budget import VramFacts
 
 HOST_DEVICE: Final = "host"
 _SERVING: Final = frozenset({EngineState.READY, EngineState.DRAINING})
@@ -113,7 +114,7 @@ class EngineView:
             kv_pages_used_count=most_pages if fixed_pages else stats.kv_pages_used_count,
             kv_pages_capacity_count=most_pages,
             kv_bytes=held.kv_bytes,
-            fixed_held_bytes=0 if held.asleep else fixed_bytes(shape),
+            fixed_held_bytes=_fixed_held_bytes(held, stats, shape),
             newest_generation=max(self._sent_generation, stats.generation),
             answer=self._last,
             running_count=running_count,
@@ -146,6 +147,14 @@ class EngineView:
         if self._idle_since_s is None:
             self._idle_since_s = now_s
         return max(0.0, now_s - self._idle_since_s)
+
+
+def _fixed_held_bytes(held: _Held, stats: EngineStats, shape: VramFacts) -> int:
+    """Beside slots and KV. On a GPU an engine that sleeps keeps its dense weights and graphs."""
+    if not held.asleep:
+        return fixed_bytes(shape)
+    # Figures of the time before it fell asleep say nothing of now.
+    return stats.fixed_held_bytes if stats.asleep else 0
 
 
 def _at_work(snapshot: EngineSnapshot) -> tuple[int, int]:
