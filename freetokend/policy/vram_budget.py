@@ -91,6 +91,11 @@ class VramFacts:
     kv_granularity_bytes: int | None = None
 
     @property
+    def kv_granule_bytes(self) -> int:
+        """What KV pages take a multiple of."""
+        return self.kv_granularity_bytes or self.granularity_bytes
+
+    @property
     def fixed_rows(self) -> tuple[tuple[str, int], ...]:
         """What neither slots nor KV can have."""
         return (
@@ -307,16 +312,12 @@ def _granules(size_bytes: int, granule: int) -> int:
     return -(-size_bytes // granule) * granule
 
 
-def _kv_granule(facts: VramFacts) -> int:
-    return facts.kv_granularity_bytes or facts.granularity_bytes
-
-
 def _slots_bytes(facts: VramFacts, place: _Place) -> int:
     return _granules(place.slots * facts.record_bytes, facts.granularity_bytes)
 
 
 def _kv_bytes(facts: VramFacts, place: _Place) -> int:
-    return _granules(place.pages * facts.kv_page_bytes, _kv_granule(facts))
+    return _granules(place.pages * facts.kv_page_bytes, facts.kv_granule_bytes)
 
 
 def _bytes_at(facts: VramFacts, place: _Place) -> int:
@@ -423,7 +424,7 @@ def _asked_text(wishes: VramWishes) -> str:
 def _advice(facts: VramFacts, wishes: VramWishes, least: _Place, room_bytes: int) -> str:
     """What would help, with the figure where there is one."""
     advice = []
-    granule, kv_granule = facts.granularity_bytes, _kv_granule(facts)
+    granule, kv_granule = facts.granularity_bytes, facts.kv_granule_bytes
     if wishes.slots_count is not None:
         beside_bytes = max(room_bytes - _kv_bytes(facts, least), 0) // granule * granule
         fitting = beside_bytes // facts.record_bytes

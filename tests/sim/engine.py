@@ -17,7 +17,7 @@ from freetokend.policy.controller import (
     Wake,
 )
 from freetokend.policy.controller.commands import EngineCommand
-from freetokend.policy.controller.division import granules
+from freetokend.policy.controller.division import bytes_of_pages, bytes_of_slots
 from freetokend.policy.kv_sizing import pages_for
 from freetokend.policy.vram_budget import VramWishes, plan_vram
 from tests.sim.card import CONTEXT_BYTES, FIXED_BYTES, SHAPE, Card
@@ -82,11 +82,11 @@ class SimEngine:
 
     @property
     def slots_bytes(self) -> int:
-        return granules(SHAPE, self.slots * SHAPE.record_bytes)
+        return bytes_of_slots(SHAPE, self.slots)
 
     @property
     def kv_bytes(self) -> int:
-        return granules(SHAPE, self.pages * SHAPE.kv_page_bytes)
+        return bytes_of_pages(SHAPE, self.pages)
 
     @property
     def elastic_bytes(self) -> int:
@@ -213,8 +213,8 @@ class SimEngine:
             FIXED_BYTES
             + CONTEXT_BYTES
             - self.fixed_held_bytes
-            + granules(SHAPE, command.slots_count * SHAPE.record_bytes)
-            + granules(SHAPE, command.kv_pages_count * SHAPE.kv_page_bytes)
+            + bytes_of_slots(SHAPE, command.slots_count)
+            + bytes_of_pages(SHAPE, command.kv_pages_count)
         )
         if not self.card.allocate(wanted_bytes):
             return Outcome.FAILED
@@ -263,6 +263,4 @@ def plan_floor_bytes() -> int:
 
 def granule_bytes(slots: int, pages: int) -> int:
     """The memory that so many slots and pages take."""
-    return granules(SHAPE, slots * SHAPE.record_bytes) + granules(
-        SHAPE, pages * SHAPE.kv_page_bytes
-    )
+    return bytes_of_slots(SHAPE, slots) + bytes_of_pages(SHAPE, pages)

@@ -27,9 +27,23 @@ from freetokend.policy.vram_budget import (
 _CONTEXT_GROWTH_PERCENT: Final = 125
 
 
-def granules(shape: VramFacts, size_bytes: int) -> int:
-    """Bytes rounded up to what the driver commits at a time."""
-    return -(-size_bytes // shape.granularity_bytes) * shape.granularity_bytes
+def bytes_of_slots(shape: VramFacts, slots_count: int) -> int:
+    """Of so many slots, in what the driver commits at a time."""
+    return _whole(slots_count * shape.record_bytes, shape.granularity_bytes)
+
+
+def bytes_of_pages(shape: VramFacts, kv_pages_count: int) -> int:
+    """Of so many KV pages, in what they are committed in."""
+    return _whole(kv_pages_count * shape.kv_page_bytes, shape.kv_granule_bytes)
+
+
+def _whole(size_bytes: int, granule_bytes: int) -> int:
+    return -(-size_bytes // granule_bytes) * granule_bytes
+
+
+def _fitting_pages(shape: VramFacts, room_bytes: int) -> int:
+    granule_bytes = shape.kv_granule_bytes
+    return room_bytes // granule_bytes * granule_bytes // shape.kv_page_bytes
 
 
 def sizes_of(shape: VramFacts, slots_count: int, kv_pages_count: int) -> Sizes:
@@ -37,8 +51,7 @@ def sizes_of(shape: VramFacts, slots_count: int, kv_pages_count: int) -> Sizes:
     return Sizes(
         slots_count=slots_count,
         kv_pages_count=kv_pages_count,
-        size_bytes=granules(shape, slots_count * shape.record_bytes)
-        + granules(shape, kv_pages_count * shape.kv_page_bytes),
+        size_bytes=bytes_of_slots(shape, slots_count) + bytes_of_pages(shape, kv_pages_count),
     )
 
 
@@ -47,11 +60,10 @@ def filled(
 ) -> Sizes:
     """More slots, then more pages, as far as they may go and the room does."""
     granule = shape.granularity_bytes
-    kv_bytes = granules(shape, start.kv_pages_count * shape.kv_page_bytes)
-    fitting = (room_bytes - kv_bytes) // granule * granule // shape.record_bytes
+    for_slots = room_bytes - bytes_of_pages(shape, start.kv_pages_count)
+    fitting = for_slots // granule * granule // shape.record_bytes
     slots = min(max(start.slots_count, fitting), most_slots)
-    slots_bytes = granules(shape, slots * shape.record_bytes)
-    fitting = (room_bytes - slots_bytes) // granule * granule // shape.kv_page_bytes
+    fitting = _fitting_pages(shape, room_bytes - bytes_of_slots(shape, slots))
     return sizes_of(shape, slots, min(max(start.kv_pages_count, fitting), most_pages))
 
 
@@ -146,9 +158,8 @@ def _divided(
     needed = least.kv_pages_count if wishes.kv_bytes is not None else max(wanted, pages)
     needed = max(needed, least.kv_pages_count)
     if needed > pages:
-        slots_bytes = granules(shape, least.slots_count * shape.record_bytes)
-        beside = (room_bytes - slots_bytes) // shape.granularity_bytes * shape.granularity_bytes
-        pages = max(min(needed, beside // shape.kv_page_bytes), least.kv_pages_count)
+        beside = _fitting_pages(shape, room_bytes - bytes_of_slots(shape, least.slots_count))
+        pages = max(min(needed, beside), least.kv_pages_count)
         with_pages = _best(
             shape, replace(wishes, kv_bytes=pages * shape.kv_page_bytes), room_bytes, pages
         )

@@ -27,7 +27,13 @@ from freetokend.policy.controller import (
     Window,
     tick,
 )
-from freetokend.policy.controller.division import floor_sizes, granules, sizes_of
+from freetokend.policy.controller.division import (
+    bytes_of_pages,
+    bytes_of_slots,
+    filled,
+    floor_sizes,
+    sizes_of,
+)
 from freetokend.policy.readings import GpuProcess, GpuReading, HostReading, PressureReading
 from freetokend.policy.vram_budget import Preset, VramWishes
 from tests.policy.controller.world import SHAPE, as_it_is, engine, with_sizes
@@ -228,4 +234,31 @@ def test_others_taking_more_never_leaves_us_more(
         return _size_bytes(resizes[0]) if resizes else facts.elastic_bytes
 
     less, more = sorted((first_bytes, second_bytes))
-    assert after(less) <= after(more) + granules(SHAPE, SHAPE.kv_page_bytes)
+    assert after(less) <= after(more) + bytes_of_pages(SHAPE, 1)
+
+
+@given(
+    granule=st.sampled_from([1 << 12, 1 << 16, 1 << 21]),
+    kv_granule=st.none() | st.sampled_from([1 << 12, 3 << 19, 1 << 21, 1 << 24]),
+    slots=st.integers(0, 30),
+    pages=st.integers(0, 300),
+    room_bytes=st.integers(0, 3 * GIB),
+)
+def test_filling_wastes_less_than_a_page_and_a_granule_of_its_own(
+    granule: int, kv_granule: int | None, slots: int, pages: int, room_bytes: int
+) -> None:
+    shape = replace(SHAPE, granularity_bytes=granule, kv_granularity_bytes=kv_granule)
+    start = sizes_of(shape, slots, pages)
+    most_slots, most_pages = slots + 200, pages + 2000
+    full = filled(shape, start, most_slots=most_slots, most_pages=most_pages, room_bytes=room_bytes)
+    assert full.size_bytes == bytes_of_slots(shape, full.slots_count) + bytes_of_pages(
+        shape, full.kv_pages_count
+    )
+    assert bytes_of_pages(shape, full.kv_pages_count) % (kv_granule or granule) == 0
+    assert full.slots_count >= slots
+    assert full.kv_pages_count >= pages
+    if start.size_bytes > room_bytes:
+        return
+    assert full.size_bytes <= room_bytes
+    more_pages = sizes_of(shape, full.slots_count, full.kv_pages_count + 1)
+    assert full.kv_pages_count == most_pages or more_pages.size_bytes > room_bytes
