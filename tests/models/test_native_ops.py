@@ -92,6 +92,13 @@ def _both(
     return found, {number: rows[number] for number in touched.writes}
 
 
+def _one_tie(rows: torch.Tensor) -> float:
+    """What one element of a row does to its error where it lands on the other side of a tie: one
+    step of bf16, at most 2^-7 of its magnitude."""
+    wide = rows.double()
+    return float((2.0**-7 * wide.abs().amax(dim=-1) / wide.norm(dim=-1)).max())
+
+
 def _compare(
     op: Op,
     native: NativeProgram,
@@ -108,6 +115,8 @@ def _compare(
             continue
         limit = _EXPERTS_LIMIT if type(op).__name__ == "Experts" else _LIMITS[element]
         assert expected[number].double().norm() > 0
+        if element is Element.ACTIVATION:
+            limit += _one_tie(expected[number])
         error = float(relative_errors(rows, expected[number]).max())
         assert error <= limit, (type(op).__name__, number)
         worst[type(op).__name__] = max(worst[type(op).__name__], error)
